@@ -40,9 +40,10 @@ from logitship.client.http.transport import (
     transport_errors,
     was_sent,
 )
+from logitship.client.serialization.artifact import Artifact, raw_bytes
 from logitship.client.serialization.processor_string import RegisteredProcessor
 
-from .errors import APIStatusError, TransportError
+from .errors import APIStatusError, NotFoundError, TransportError
 from .http import http_requests as requests
 from .processor_info import ProcessorDetails, ProcessorInfo, parse_deleted, parse_processor, parse_processors
 from .records import Generation, GenerationChunk, Model
@@ -154,7 +155,26 @@ class AsyncClient:
 
     async def register(self, processor: ProcessorLike, name: str | None = None) -> RegisteredProcessor:
         """See `Client.register`."""
-        return await self._call(requests.register(processor, name), parse_registered)
+        registration = requests.register(processor, name)
+        try:
+            for artifact in registration.artifacts:
+                await self._upload(artifact)
+        except NotFoundError:  # a server without artifacts
+            registration = requests.register(processor, name, artifact_size=None)
+        return await self._call(registration.request, parse_registered)
+
+    async def upload_artifact(self, data: Any) -> str:
+        """Upload the bytes of a tensor or array, unless the server has them. `register` does so for those of a class.
+
+        Args:
+            data: a CPU tensor, a NumPy array, or bytes.
+
+        Returns:
+            Its digest. Classes that use an equal tensor refer to it.
+        """
+        artifact = Artifact.of(raw_bytes(data))
+        await self._upload(artifact)
+        return artifact.digest
 
     async def processors(self) -> list[ProcessorInfo]:
         """See `Client.processors`."""
@@ -198,6 +218,12 @@ class AsyncClient:
     async def flush_cache(self) -> None:
         """See `Client.flush_cache`."""
         await self._send(requests.flush_cache())
+
+    async def _upload(self, artifact: Artifact) -> None:
+        try:
+            await self._send(requests.find_artifact(artifact.digest))
+        except NotFoundError:
+            await self._send(requests.upload_artifact(artifact))
 
     async def _call(self, request: HttpRequest, parse: Callable[[Any], T]) -> T:
         return read_response((await self._send(request)).content, parse)

@@ -40,9 +40,10 @@ from logitship.client.http.transport import (
     transport_errors,
     was_sent,
 )
+from logitship.client.serialization.artifact import Artifact, raw_bytes
 from logitship.client.serialization.processor_string import RegisteredProcessor
 
-from .errors import APIStatusError, TransportError
+from .errors import APIStatusError, NotFoundError, TransportError
 from .http import http_requests as requests
 from .processor_info import ProcessorDetails, ProcessorInfo, parse_deleted, parse_processor, parse_processors
 from .records import Generation, GenerationChunk, Model
@@ -175,6 +176,9 @@ class Client:
     def register(self, processor: ProcessorLike, name: str | None = None) -> RegisteredProcessor:
         """Upload a processor once; pass the result as `processor=` afterwards, which only sends its digest.
 
+        Tensors and NumPy arrays of 64 KiB or more are uploaded by themselves, as artifacts: once, for all classes that
+        use them.
+
         Another class with the same name becomes the next version; registering the same class again changes nothing.
 
         Args:
@@ -182,7 +186,26 @@ class Client:
             name: name to register it by: `processor="<name>"` is its newest version, `"<name>@2"` its second.
                 None: the class's name.
         """
-        return self._call(requests.register(processor, name), parse_registered)
+        registration = requests.register(processor, name)
+        try:
+            for artifact in registration.artifacts:
+                self._upload(artifact)
+        except NotFoundError:  # a server without artifacts
+            registration = requests.register(processor, name, artifact_size=None)
+        return self._call(registration.request, parse_registered)
+
+    def upload_artifact(self, data: Any) -> str:
+        """Upload the bytes of a tensor or array, unless the server has them. `register` does so for those of a class.
+
+        Args:
+            data: a CPU tensor, a NumPy array, or bytes.
+
+        Returns:
+            Its digest. Classes that use an equal tensor refer to it.
+        """
+        artifact = Artifact.of(raw_bytes(data))
+        self._upload(artifact)
+        return artifact.digest
 
     def processors(self) -> list[ProcessorInfo]:
         """List the server's processors: the installed ones, and those registered with this client's API key."""
@@ -244,6 +267,12 @@ class Client:
     def flush_cache(self) -> None:
         """Clear the server's prefix cache. The server refuses while requests are running."""
         self._send(requests.flush_cache())
+
+    def _upload(self, artifact: Artifact) -> None:
+        try:
+            self._send(requests.find_artifact(artifact.digest))
+        except NotFoundError:
+            self._send(requests.upload_artifact(artifact))
 
     def _call(self, request: HttpRequest, parse: Callable[[Any], T]) -> T:
         return read_response(self._send(request).content, parse)

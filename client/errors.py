@@ -26,6 +26,14 @@ from typing import Any
 PRINTED = "It printed:"
 """Line before what a processor printed."""
 
+MAX_PROCESSOR_SIZE_FLAG = "--max-processor-size"
+"""Flag of the server that limits processor strings."""
+
+LARGE_PROCESSOR_ADVICE = (
+    "Client.register uploads tensors and arrays once, as artifacts; a tokenizer is in __req__.tokenizer already"
+)
+"""Advice for a processor string that is too long."""
+
 _LONGEST_PRINTED = 2000
 """Most characters of what a processor printed in a fault."""
 

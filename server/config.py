@@ -94,6 +94,10 @@ class ServerConfig:
     """Maximum size of a processor string, in bytes."""
     processor_cache_entries: int = 256
     processor_cache_bytes: int = 64 << 20
+    max_artifact_size: int = 128 << 20
+    """Maximum size of an uploaded artifact, in bytes."""
+    artifact_cache_bytes: int = 512 << 20
+    """Maximum total size of the artifacts of all clients, in bytes."""
 
     # Isolation
     processor_isolation: Literal["sandbox", "none"] = "sandbox"
@@ -232,6 +236,8 @@ class ServerConfig:
             "max_processor_size",
             "processor_cache_entries",
             "processor_cache_bytes",
+            "max_artifact_size",
+            "artifact_cache_bytes",
             "max_sandboxes",
             "sandbox_memory",
             "max_request_bytes",

@@ -125,6 +125,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             ("--processor-cache-bytes",),
             "maximum total size of shipped processors kept loaded, and of registered ones, in bytes",
         ),
+        Flag(("--max-artifact-size",), "maximum size of an artifact, in bytes: a tensor or array of shipped classes"),
+        Flag(("--artifact-cache-bytes",), "maximum total size of the artifacts of all clients, in bytes"),
     ),
     "isolation": (
         Flag(

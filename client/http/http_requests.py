@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import orjson
 
+from logitship.client.serialization.artifact import ARTIFACT_SIZE, Artifact
 from logitship.client.serialization.processor_string import RegisteredProcessor
 
 from .processor_argument import ProcessorStrings, is_list_of_processors
@@ -30,6 +31,7 @@ class HttpRequest:
         method: `GET`, `POST` or `DELETE`.
         path: path on the server, with its leading slash.
         json: the body, or None.
+        body: the body as bytes, or None.
         stream: whether the response is streamed.
         idempotent: whether sending it twice does no harm, so that it is retried after a broken connection.
         fault_token: the `stop_reason` that reports a failed processor (vLLM with logitship's plugin), or None.
@@ -41,6 +43,7 @@ class HttpRequest:
     stream: bool = False
     idempotent: bool = False
     fault_token: int | None = None
+    body: bytes | None = None
 
     @property
     def content(self) -> bytes | None:
@@ -49,7 +52,14 @@ class HttpRequest:
         Raises:
             TypeError: the body contains an object that has no JSON form.
         """
-        return None if self.json is None else orjson.dumps(self.json)
+        return self.body if self.json is None else orjson.dumps(self.json)
+
+    @property
+    def content_type(self) -> str | None:
+        """The media type of the body."""
+        if self.json is not None:
+            return "application/json"
+        return None if self.body is None else "application/octet-stream"
 
 
 def get(path: str) -> HttpRequest:
@@ -113,18 +123,44 @@ def chat(messages: Any, n: int | None, options: ChatOptions, *, stream: bool) ->
     return _openai("/v1/chat/completions", {"messages": list(messages)}, n, fields, None, stream)
 
 
-def register(processor: Any, name: str | None = None) -> HttpRequest:
-    """Build a request that uploads a processor.
+@dataclass(frozen=True)
+class Registration:
+    """The requests that register a processor.
+
+    Attributes:
+        request: uploads the processor.
+        artifacts: what it refers to, which has to be there before.
+    """
+
+    request: HttpRequest
+    artifacts: tuple[Artifact, ...] = ()
+
+
+def register(processor: Any, name: str | None = None, *, artifact_size: int | None = ARTIFACT_SIZE) -> Registration:
+    """Build the requests that upload a processor.
 
     Args:
         processor: see `ProcessorLike`.
         name: name to register it by; None: its class's name.
+        artifact_size: bytes of a tensor or array from which on it is uploaded by itself; None: none is.
     """
     if name is not None and (not isinstance(name, str) or not name):
         raise ValueError("name: expected a text such as 'Lipogram'")
-    form = orjson.loads(ProcessorStrings()(processor, "processor"))
+    strings = ProcessorStrings(artifact_size)
+    form = orjson.loads(strings(processor, "processor"))
     query = "" if name is None else f"?name={quote(name, safe='')}"
-    return HttpRequest("POST", f"/v1/processors{query}", form, idempotent=True)
+    return Registration(HttpRequest("POST", f"/v1/processors{query}", form, idempotent=True), tuple(strings.artifacts))
+
+
+def find_artifact(digest: str) -> HttpRequest:
+    """Build a request that asks whether an artifact is on the server."""
+    return get(f"/v1/artifacts/{digest}")
+
+
+def upload_artifact(artifact: Artifact) -> HttpRequest:
+    """Build a request that uploads an artifact."""
+    assert artifact.content is not None
+    return HttpRequest("POST", "/v1/artifacts", body=artifact.content.data, idempotent=True)
 
 
 def processor(id: str | RegisteredProcessor) -> HttpRequest:

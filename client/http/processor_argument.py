@@ -10,6 +10,8 @@ import orjson
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.hugging_face import from_hugging_face, is_hugging_face
+from logitship.client.processor import CustomLogitProcessor
+from logitship.client.serialization.artifact import Artifact
 from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor, from_json, to_text
 from logitship.client.serialization.syntax import signature_of
 
@@ -19,9 +21,17 @@ class ProcessorStrings:
 
     Strings are not kept for later requests: they contain the helpers and constants that the class uses, and in a
     notebook those change while the class stays the same object.
+
+    Args:
+        artifact_size: bytes of a tensor or array from which on the string only has its digest; None: it has all bytes.
+
+    Attributes:
+        artifacts: what the strings have only the digests of.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, artifact_size: int | None = None) -> None:
+        self.artifacts: dict[Artifact, None] = {}
+        self._artifact_size = artifact_size
         self._of_class: dict[type, str] = {}
 
     def __call__(self, processor: Any, argument: str) -> str:
@@ -44,7 +54,7 @@ class ProcessorStrings:
             return _from_form(dict(processor), argument)
         cls = processor if isinstance(processor, type) else type(processor)
         if not callable(getattr(cls, "to_str", None)) and is_hugging_face(processor):
-            return from_hugging_face(processor).to_str()
+            return self._serialize(from_hugging_face(processor))
         if not callable(getattr(cls, "to_str", None)):
             raise TypeError(
                 f"{argument}: expected a CustomLogitProcessor class, a processor string, a form of one such as "
@@ -57,8 +67,24 @@ class ProcessorStrings:
                 "values in params"
             )
         if cls not in self._of_class:
-            self._of_class[cls] = cls.to_str()  # type: ignore[attr-defined]
+            self._of_class[cls] = self._serialize(cls)
         return self._of_class[cls]
+
+    def _serialize(self, cls: Any) -> str:
+        to_str: Any = cls.to_str
+        # A class may have a `to_str` of its own, such as SGLang's.
+        if self._artifact_size is None or getattr(to_str, "__func__", to_str) is not _our_to_str():
+            return to_str()  # type: ignore[no-any-return]
+        from logitship.client.serialization.serialize import serialize
+
+        string = serialize(cls, artifact_size=self._artifact_size)
+        self.artifacts |= dict.fromkeys(string.artifacts)
+        return to_text(string)
+
+
+def _our_to_str() -> Any:
+    to_str: Any = CustomLogitProcessor.to_str
+    return to_str.__func__
 
 
 def is_list_of_processors(value: Any) -> bool:

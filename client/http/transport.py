@@ -42,8 +42,8 @@ def client_headers(api_key: str | None, headers: Mapping[str, str] | None) -> di
 def http_request(http: httpx.Client | httpx.AsyncClient, request: HttpRequest) -> httpx.Request:
     """Convert `request` to an httpx request."""
     headers = {"accept": "text/event-stream" if request.stream else "application/json"}
-    if request.json is not None:
-        headers["content-type"] = "application/json"
+    if request.content_type is not None:
+        headers["content-type"] = request.content_type
     return http.build_request(request.method, request.path, headers=headers, content=request.content)
 
 

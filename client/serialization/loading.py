@@ -13,7 +13,7 @@ import pickle
 import pickletools
 import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.scrub import scrub
 from logitship.client.shipped_lines import set_lines
 
+from .artifact import Artifact, bytes_of
 from .call_signature import signature_mistake
 from .code_names import missing_globals
 from .preparation import has_prepare, without_preparing
@@ -59,7 +60,7 @@ def load_class(
     runnable = string.runnable if isinstance(string, PickledProcessor) else string
     table = ShippedNames(names)
     if isinstance(runnable, PickledProcessor):
-        cls = _check_class(_unpickle(runnable.payload, table, runnable.listing))
+        cls = _check_class(_unpickle(runnable.payload, table, runnable.artifacts, runnable.listing))
     else:
         cls = _check_class(_pick_class(_run_source(runnable, table), runnable.class_name))
     without_preparing(cls)
@@ -102,13 +103,13 @@ def instantiate_prepared(cls: type[T], tokenizer: Any, vocab_size: int) -> T:
     return instance
 
 
-def check_payload(payload: bytes) -> None:
+def check_payload(payload: bytes, artifacts: Iterable[Artifact] = ()) -> None:
     """Check that a class that was just pickled in this process loads.
 
     Raises:
         ProcessorLoadError: it does not.
     """
-    _check_class(_unpickle(payload, ShippedNames(names_in_use())))
+    _check_class(_unpickle(payload, ShippedNames(names_in_use()), artifacts))
 
 
 def run_source(string: SourceProcessor) -> dict[str, Any]:
@@ -147,12 +148,14 @@ def explain_name_error(error: NameError, cls: type) -> str | None:
     )
 
 
-def _unpickle(payload: bytes, names: ShippedNames, listing: Listing | None = None) -> Any:
+def _unpickle(
+    payload: bytes, names: ShippedNames, artifacts: Iterable[Artifact] = (), listing: Listing | None = None
+) -> Any:
     _check_pickle(payload)
     from logitship.client.serialization.pickling.class_unpickler import ClassUnpickler
 
     with _explained("the processor raised while it was loaded"):
-        unpickler = ClassUnpickler(payload, names)
+        unpickler = ClassUnpickler(payload, names, bytes_of(artifacts))
         try:
             return unpickler.load()
         finally:
@@ -218,7 +221,7 @@ def _is_defined_in(value: Any, module: ModuleType) -> bool:
 def _captured(string: SourceProcessor, names: ShippedNames) -> dict[str, Any]:
     if not string.captured:
         return {}
-    captured = _unpickle(string.captured, names)
+    captured = _unpickle(string.captured, names, string.artifacts)
     if not isinstance(captured, dict):
         raise ProcessorLoadError(f"'captured' is not a dict of values but {class_name(type(captured))}")
     return captured

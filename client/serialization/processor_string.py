@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -24,12 +25,17 @@ import orjson
 
 from logitship.client.errors import ProcessorLoadError
 
+from .artifact import Artifact
+
 FORMAT_VERSION = 1
 PYTHON = f"{sys.version_info.major}.{sys.version_info.minor}"
 """Bytecode of a pickled class only runs on the Python minor version that made it."""
 
 _RANGE = re.compile(r"([^\n]{1,200}):([1-9]\d{0,6}):([1-9]\d{0,6}):([1-9]\d{0,6})")
 _MAX_RANGES = 1000
+_PART = re.compile(r"(\d{1,10}):(\d{1,10})")
+MAX_ARTIFACTS = 100
+"""Most artifacts of a processor."""
 
 DIGEST_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
 
@@ -96,12 +102,14 @@ class SourceProcessor:
         class_name: name of the processor class in it.
         captured: dill pickle of a dict of the module's values that have no literal form, or b"".
         python: minor version that made `captured`, such as "3.11"; None if unknown.
+        artifacts: the bytes that `captured` refers to.
     """
 
     source: str
     class_name: str
     captured: bytes = b""
     python: str | None = None
+    artifacts: tuple[Artifact, ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -121,6 +129,7 @@ class PickledProcessor:
         params_schema: JSON schema of its parameters, or None.
         name: the class's name as the string claims it, or None.
         listing: its lines for tracebacks, or None.
+        artifacts: the bytes that `payload` refers to. A stock SGLang server only reads strings without.
     """
 
     payload: bytes
@@ -130,6 +139,7 @@ class PickledProcessor:
     params_schema: dict[str, Any] | None = None
     name: str | None = None
     listing: Listing | None = None
+    artifacts: tuple[Artifact, ...] = ()
 
     @cached_property
     def digest(self) -> str:
@@ -229,14 +239,38 @@ def _pickled(data: dict[str, Any]) -> PickledProcessor:
         raise ProcessorLoadError(f"'logitship.v' is {shown}: this version reads {FORMAT_VERSION}")
     python = _text(about, "python") if about.get("python") is not None else None
     name = _text(about, "name") if about.get("name") is not None else None
-    source = None
+    source, artifacts = None, _artifacts(about)
     if about.get("source") is not None:
         captured = _hex(about, "captured") if about.get("captured") is not None else b""
-        source = SourceProcessor(_text(about, "source"), _text(about, "name"), captured, python)
+        used = (*_shared(about, payload), *artifacts)
+        source = SourceProcessor(_text(about, "source"), _text(about, "name"), captured, python, used)
     schema = about.get("params_schema")
     if schema is not None and not isinstance(schema, dict):
         raise ProcessorLoadError("'logitship.params_schema' is not a JSON object")
-    return PickledProcessor(payload, python, about.get("dill"), source, schema, name, _listing(about))
+    return PickledProcessor(payload, python, about.get("dill"), source, schema, name, _listing(about), artifacts)
+
+
+def _artifacts(about: dict[str, Any]) -> tuple[Artifact, ...]:
+    """Read the digests of the artifacts that the pickle refers to."""
+    digests = about.get("artifacts", [])
+    if not isinstance(digests, list) or len(digests) > MAX_ARTIFACTS:
+        raise ProcessorLoadError(f"'logitship.artifacts' is not a list of at most {MAX_ARTIFACTS} digests")
+    for digest in digests:
+        if not isinstance(digest, str) or not DIGEST_PATTERN.fullmatch(digest):
+            raise ProcessorLoadError(
+                "'logitship.artifacts' has an entry that is not 'sha256:' and 64 hexadecimal digits"
+            )
+    return tuple(map(Artifact, dict.fromkeys(digests)))
+
+
+def _shared(about: dict[str, Any], payload: bytes) -> Iterator[Artifact]:
+    """Read the parts of the pickle that `captured` refers to: offsets and lengths."""
+    for part in _text(about, "shared").split(" ")[:MAX_ARTIFACTS] if "shared" in about else ():
+        match = _PART.fullmatch(part)
+        if match is None:
+            raise ProcessorLoadError("'logitship.shared' is not a text of offsets and lengths such as '120:4000'")
+        offset, length = map(int, match.groups())
+        yield Artifact.of(payload[offset : offset + length])
 
 
 def _listing(about: dict[str, Any]) -> Listing | None:
@@ -306,10 +340,12 @@ def _pickled_json(string: PickledProcessor) -> dict[str, Any]:
         about["source"] = string.source.source
         about["name"] = string.source.class_name
         about["captured"] = string.source.captured.hex() or None
+        about["shared"] = " ".join(_shared_parts(string, string.source)) or None
     if string.listing is not None and (ranges := [each for each in map(_range_text, string.listing.ranges) if each]):
         about["lines"] = "\n".join(ranges[:_MAX_RANGES])
         if string.source is None or string.source.source != string.listing.text:
             about["listing"] = string.listing.text
+    about["artifacts"] = [each.digest for each in string.artifacts] or None
     about = {key: value for key, value in about.items() if value is not None}
     data: dict[str, Any] = {"callable": string.payload.hex()}
     if about:
@@ -321,3 +357,17 @@ def _range_text(lines: LineRange) -> str:
     """Return a range of lines as text; "" if its form has no place for it."""
     text = f"{lines.filename}:{lines.first}:{lines.listed}:{lines.count}"
     return text if _RANGE.fullmatch(text) else ""
+
+
+def _shared_parts(string: PickledProcessor, source: SourceProcessor) -> Iterator[str]:
+    """Yield the offsets and lengths of the source's artifacts in the pickle.
+
+    Raises:
+        ValueError: the pickle does not have the bytes of one.
+    """
+    for artifact in source.artifacts:
+        if artifact not in string.artifacts:
+            if artifact.content is None:
+                raise ValueError(f"the artifact {artifact.digest} of the source is not one of the pickle")
+            data = artifact.content.data
+            yield f"{string.payload.index(data)}:{len(data)}"

@@ -10,18 +10,27 @@ from typing import TYPE_CHECKING, Any
 from logitship.client.errors import ProcessorLoadError, ProcessorSerializationError
 from logitship.client.params_schema import InvalidSchema, ParamsSchema
 
+from .artifact import Artifact, bytes_of
 from .call_signature import signature_mistake
 from .processor_base import ProcessorBase, processor_class
-from .processor_string import PYTHON, PickledProcessor
+from .processor_string import MAX_ARTIFACTS, PYTHON, PickledProcessor, SourceProcessor
 from .provenance import SERVER_PACKAGES, top_level
 from .syntax import signature_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
 
-def serialize(cls: type[ProcessorBase]) -> PickledProcessor:
+_SHARED_SIZE = 1 << 10
+"""Bytes of a tensor or array from which on it is sent once, in the pickle of the class, and the source refers to it."""
+
+
+def serialize(cls: type[ProcessorBase], *, artifact_size: int | None = None) -> PickledProcessor:
     """Serialize a processor class by value, with its source if it can be captured.
+
+    Args:
+        cls: the class.
+        artifact_size: bytes of a tensor or array from which on it becomes an artifact; None: none does.
 
     Raises:
         ProcessorSerializationError: the class is not a processor, or uses something that cannot be serialized.
@@ -29,8 +38,10 @@ def serialize(cls: type[ProcessorBase]) -> PickledProcessor:
     _check_processor(cls)
     from logitship.client.serialization.source.source_capture import capture_source
 
-    payload = dump_class(cls)
-    source, listing = capture_source(cls, own_packages(cls))
+    payload, artifacts = _dump(cls, artifact_size)
+    source, listing = capture_source(cls, own_packages(cls), artifact_size=_SHARED_SIZE)
+    if source is not None and not _are_in(payload, artifacts, source):
+        source, listing = capture_source(cls, own_packages(cls))
     return PickledProcessor(
         payload=payload,
         python=PYTHON,
@@ -39,7 +50,14 @@ def serialize(cls: type[ProcessorBase]) -> PickledProcessor:
         params_schema=_params_schema(cls),
         name=cls.__name__,
         listing=listing,
+        artifacts=artifacts,
     )
+
+
+def _are_in(payload: bytes, artifacts: Collection[Artifact], source: SourceProcessor) -> bool:
+    """Return whether the pickle has the bytes of all artifacts of the source, or refers to them too."""
+    used = [each for each in source.artifacts if each not in artifacts]
+    return len(used) <= MAX_ARTIFACTS and all(data in payload for data in bytes_of(used).values())
 
 
 def dump_class(cls: type) -> bytes:
@@ -51,21 +69,26 @@ def dump_class(cls: type) -> bytes:
     Raises:
         ProcessorSerializationError: something cannot be serialized; the message names it and says where it is used.
     """
+    return _dump(cls, None)[0]
+
+
+def _dump(cls: type, artifact_size: int | None) -> tuple[bytes, tuple[Artifact, ...]]:
     from logitship.client.serialization.pickling.class_pickler import ClassPickler
 
     from .loading import check_payload
 
     file = io.BytesIO()
-    ClassPickler(file, own_packages(cls)).dump_class(cls)
-    payload = file.getvalue()
+    pickler = ClassPickler(file, own_packages(cls), artifact_size=artifact_size)
+    pickler.dump_class(cls)
+    payload, artifacts = file.getvalue(), tuple(pickler.artifacts.values())
     try:
         # Some objects pickle and then fail to load: report that here, not on the server.
-        check_payload(payload)
+        check_payload(payload, artifacts)
     except ProcessorLoadError as error:
         raise ProcessorSerializationError(
             f"class {cls.__qualname__} does not load after it is serialized: {error}"
         ) from None
-    return payload
+    return payload, artifacts
 
 
 def own_packages(cls: type) -> frozenset[str]:

@@ -17,6 +17,9 @@ Key: TypeAlias = tuple[str, str]
 """Tenant and digest. Two tenants never share a processor, because a class may keep state on itself."""
 
 
+Runnable: TypeAlias = PickledProcessor | SourceProcessor
+
+
 class ProcessorCacheFull(Exception):
     """The cache has no capacity for another processor of the tenant, whatever is evicted. Try again later."""
 
@@ -49,6 +52,10 @@ def _noop(tenant: str) -> None:
     pass
 
 
+def _unchanged(string: Runnable, tenant: str) -> Runnable:
+    return string
+
+
 class ProcessorCache:
     """Loads processors through an executor and caches them. Thread-safe.
 
@@ -66,6 +73,7 @@ class ProcessorCache:
         max_bytes: maximum total size of the processors in bytes.
         num_tenants: number of tenants that may load processors.
         before_load: called with the tenant before an entry is reserved for a processor; may raise to refuse it.
+        resolve: returns a string with its artifacts, given the tenant. Called before the executor loads it.
     """
 
     def __init__(
@@ -76,12 +84,14 @@ class ProcessorCache:
         max_bytes: int,
         num_tenants: int = 1,
         before_load: Callable[[str], None] = _noop,
+        resolve: Callable[[Runnable, str], Runnable] = _unchanged,
     ) -> None:
         self._executor = executor
         self._num_tenants = num_tenants
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._before_load = before_load
+        self._resolve = resolve
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._hits = self._misses = self._evictions = self._bytes = 0
@@ -220,7 +230,7 @@ class ProcessorCache:
     def _load(self, key: Key, runnable: PickledProcessor | SourceProcessor) -> LoadedProcessor:
         with self._lock:
             self._misses += 1
-        processor = self._executor.load(runnable, key[0])
+        processor = self._executor.load(self._resolve(runnable, key[0]), key[0])
         if (processor.tenant, processor.digest) != key:
             self._executor.unload(processor)
             raise ProcessorLoadError(f"the executor loaded {processor.digest}, asked for {runnable.digest}")

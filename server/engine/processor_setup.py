@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 from logitship.builtin_processors.batch_processors import check_mode
@@ -24,6 +25,7 @@ from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
+from logitship.server.processors.artifact_store import ArtifactStore
 from logitship.server.processors.callable_library import CallableLibrary
 from logitship.server.processors.load_queue import MAX_LOADS, LoadQueue
 from logitship.server.processors.processor_library import ProcessorLibrary
@@ -107,18 +109,22 @@ def make_library(
     config: ServerConfig, loaded: LoadedModel, registry: Registry, executor: ProcessorExecutor
 ) -> ProcessorLibrary:
     """Return the library that loads requests' processors; `executor` runs the shipped ones."""
+    max_used = config.sandbox_memory if config.processor_isolation == "sandbox" else None
+    artifacts = ArtifactStore(max_bytes=config.artifact_cache_bytes, max_used=max_used)
     return ProcessorLibrary(
         registry,
         ProcessorCache(
             executor,
             **_cache_bounds(config),
             before_load=RateLimit("processor_loads", config.processor_loads_per_minute).check,
+            resolve=lambda string, tenant: replace(string, artifacts=artifacts.resolve(string.artifacts, tenant)),
         ),
         InProcessExecutor(SGLANG_NAMES, model_view(loaded)),
         model_view(loaded),
         RegisteredProcessors(max_entries=config.processor_cache_entries, max_bytes=config.processor_cache_bytes),
         CallableLibrary(config.logits_processor_pattern, loaded.tokenizer.hf_tokenizer),
         config.allowed_digests,
+        artifacts,
     )
 
 

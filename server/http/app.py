@@ -16,6 +16,7 @@ from logitship.server.http.sglang.sglang_routes import sglang_router
 from logitship.server.http.utility.probe_routes import probe_router
 from logitship.server.http.utility.tokenize_routes import tokenize_router
 from logitship.server.rate_limits import RateLimit
+from logitship.server.schemas.artifact_schemas import ArtifactList, ArtifactObject, DeletedArtifact
 from logitship.server.schemas.openai_response_schemas import (
     ChatCompletionResponse,
     ChatCompletionStreamResponse,
@@ -44,6 +45,7 @@ from logitship.server.schemas.tokenize_schemas import (
 )
 
 from .arrival_limits import UploadPace, UploadPaceMiddleware
+from .artifact_routes import artifact_router
 from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
 from .cross_origin import CrossOriginProtectionMiddleware
 from .docs_routes import docs_router
@@ -59,6 +61,8 @@ from .request_log import IGNORED_HEADER, PROCESSORS_HEADER, RequestLogMiddleware
 
 _SCHEMAS: list[type] = [
     AbortRequest,
+    ArtifactList,
+    ArtifactObject,
     ChatCompletionResponse,
     ChatCompletionRequest,
     ChatCompletionStreamResponse,
@@ -67,6 +71,7 @@ _SCHEMAS: list[type] = [
     CompletionRequest,
     ResponsesRequest,
     ResponseEvent,
+    DeletedArtifact,
     DeletedProcessor,
     DetokenizeRequest,
     DetokenizeResponse,
@@ -115,6 +120,7 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app.include_router(sglang_router(engine))
     app.include_router(openai_router(engine))
     app.include_router(processor_router(engine))
+    app.include_router(artifact_router(engine))
     app.include_router(pooling_router(engine))
     app.include_router(tokenize_router(engine))
     app.include_router(probe_router(engine))

@@ -6,7 +6,8 @@ such requests out, and programs pass them without noticing:
 1. `Host` is a name or an address of this server, which it is not after DNS rebinding.
 2. The browser does not say that the request is another site's, by `Sec-Fetch-Site` or `Origin`. The rules are those of
    `CrossOriginProtection` in Go's net/http, for all methods: <https://pkg.go.dev/net/http#CrossOriginProtection>.
-3. The body is JSON, which a page of another site cannot send without asking first (a CORS preflight).
+3. The body is JSON, or bytes where a route takes them, which a page of another site cannot send without asking first
+   (a CORS preflight).
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ from .exception_handlers import refusal_response
 
 _PAGES = frozenset({"/", "/docs"})
 """Pages that other sites may link to."""
+_BINARY_PATH = "/v1/artifacts"
+"""Path whose bodies are bytes. Not a form: pages may send one to other sites."""
 _METHODS_WITH_BODY = frozenset({"PATCH", "POST", "PUT"})
+_JSON = "application/json"
 _LONGEST_SHOWN = 80
 """Characters of a header that a message repeats."""
 
@@ -64,7 +68,7 @@ class CrossOriginProtectionMiddleware:
         if self._is_cross_origin(headers) and not _opens_page(scope, headers):
             raise _foreign_origin(headers.get("origin"))
         if scope["type"] == "http" and scope["method"] in _METHODS_WITH_BODY:
-            _check_content_type(headers)
+            _check_content_type(headers, "application/octet-stream" if scope["path"] == _BINARY_PATH else _JSON)
 
     def _is_cross_origin(self, headers: Headers) -> bool:
         origin = headers.get("origin")
@@ -88,15 +92,15 @@ def _opens_page(scope: Scope, headers: Headers) -> bool:
     )
 
 
-def _check_content_type(headers: Headers) -> None:
-    """Refuse bodies that are not declared as JSON. Programs may omit the header."""
+def _check_content_type(headers: Headers, expected: str) -> None:
+    """Refuse bodies that are not declared as what is expected. Programs may omit the header."""
     given = headers.get("content-type")
     if given is None and "origin" not in headers:
         return
-    if given is None or given.partition(";")[0].strip().lower() != "application/json":
+    if given is None or given.partition(";")[0].strip().lower() != expected:
         shown = "is missing" if given is None else f"{given[:_LONGEST_SHOWN]!r} is not supported"
         raise UnsupportedMediaType(
-            f"Content-Type: {shown}: send the body as application/json (curl: -H 'Content-Type: application/json')"
+            f"Content-Type: {shown}: send the body as {expected} (curl: -H 'Content-Type: {expected}')"
         )
 
 

@@ -13,6 +13,10 @@ from logitship.server.schemas.response_schemas import ErrorResponse
 _REFERENCE = "#/components/schemas/{model}"
 
 
+BINARY: dict[str, Any] = {"type": "string", "format": "binary", "description": "The bytes.", "examples": ["…"]}
+"""Schema of a body of bytes."""
+
+
 def ref(model: type) -> dict[str, Any]:
     """Return a reference to the schema of `model`, which must be among the models given to `complete`."""
     return {"$ref": _REFERENCE.format(model=model.__name__)}
@@ -26,6 +30,7 @@ def one_or_more(model: type) -> dict[str, Any]:
 def operation(
     *,
     body: type | dict[str, Any] | None = None,
+    body_type: str = "application/json",
     body_example: object = None,
     response: type | dict[str, Any] | None = None,
     stream: type | None = None,
@@ -35,7 +40,8 @@ def operation(
     """Build the `openapi_extra` of a route.
 
     Args:
-        body: schema of the JSON request body: a model, or a JSON schema that includes an example.
+        body: schema of the request body: a model, or a JSON schema that includes an example.
+        body_type: media type of the request body.
         body_example: example of a whole body, if `body` is a model.
         response: schema of the JSON response; None: no JSON response.
         stream: schema of the data of server-sent events, if the route streams.
@@ -56,9 +62,9 @@ def operation(
         }
     }
     if body is not None:
-        taken = _json(body)
+        taken = {body_type: _json(body)["application/json"]}
         if body_example is not None:
-            taken["application/json"]["example"] = body_example
+            taken[body_type]["example"] = body_example
         extra["requestBody"] = {"required": True, "content": taken}
     return extra
 

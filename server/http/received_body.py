@@ -18,6 +18,7 @@ from fastapi import Request
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive
 
+from logitship.client.errors import LARGE_PROCESSOR_ADVICE, MAX_PROCESSOR_SIZE_FLAG
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, RequestTimeout, RequestTooLarge
 from logitship.server.requests.fair_pool import FairPool
@@ -128,18 +129,27 @@ async def received_processor(
 ) -> AsyncIterator[ReceivedBody[T]]:
     """Receive a processor string, and parse it: as `received`, within `--max-processor-size`."""
     limit = engine.config.max_processor_size
-    async with _received(request, engine, limit, lambda raw, queued: parse(raw)) as body:
+    flag = f"{MAX_PROCESSOR_SIZE_FLAG}; {LARGE_PROCESSOR_ADVICE}"
+    async with _received(request, engine, limit, lambda raw, queued: parse(raw), flag) as body:
+        yield body
+
+
+@asynccontextmanager
+async def received_artifact(request: Request, engine: AsyncEngine) -> AsyncIterator[ReceivedBody[bytes]]:
+    """Receive the bytes of an artifact: as `received`, within `--max-artifact-size`."""
+    limit = engine.config.max_artifact_size
+    async with _received(request, engine, limit, lambda raw, queued: raw, flag="--max-artifact-size") as body:
         yield body
 
 
 @asynccontextmanager
 async def _received(
-    request: Request, engine: AsyncEngine, limit: int, parse: Callable[[bytes, QueuedBody], T]
+    request: Request, engine: AsyncEngine, limit: int, parse: Callable[[bytes, QueuedBody], T], flag: str = ""
 ) -> AsyncIterator[ReceivedBody[T]]:
     tenant = caller_of(request).tenant
     queued = engine.queued_bytes.open(tenant)
     try:
-        raw = await _read(request, limit, engine.config.request_body_timeout, queued)
+        raw = await _read(request, _TooLarge(limit, flag), engine.config.request_body_timeout, queued)
         async with while_connected(request.receive):
             work = RequestWork(engine.pool, tenant, len(raw))
             value = await work.run_if_large(parse, raw, queued)
@@ -182,27 +192,45 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
         await asyncio.gather(watcher, return_exceptions=True)
 
 
-async def _read(request: Request, limit: int, timeout: float, queued: QueuedBody) -> bytes:
+@dataclass(frozen=True)
+class _TooLarge:
+    """The limit of a body's bytes.
+
+    Attributes:
+        limit: most bytes.
+        flag: the flag that sets it, and advice; "": nothing is said.
+    """
+
+    limit: int
+    flag: str
+
+    def check(self, size: int) -> None:
+        """Refuse a larger body.
+
+        Raises:
+            RequestTooLarge: it is larger.
+        """
+        if size > self.limit:
+            flag = f" ({self.flag})" if self.flag else ""
+            raise RequestTooLarge(f"the request body has more than {self.limit} bytes{flag}")
+
+
+async def _read(request: Request, limit: _TooLarge, timeout: float, queued: QueuedBody) -> bytes:
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit:
-        raise _too_large(limit)
+    if declared.isdigit():
+        limit.check(int(declared))
     body = bytearray()
     try:
         async with asyncio.timeout(timeout):
             async for piece in request.stream():  # a chunked body has no Content-Length
                 queued.add(len(piece))
                 body += piece
-                if len(body) > limit:
-                    raise _too_large(limit)
+                limit.check(len(body))
     except TimeoutError:
         raise RequestTimeout(
             f"the request body did not arrive within {timeout:g} seconds (--request-body-timeout): send it faster"
         ) from None
     return bytes(body)
-
-
-def _too_large(limit: int) -> RequestTooLarge:
-    return RequestTooLarge(f"the request body has more than {limit} bytes")
 
 
 def _decode(raw: bytes, queued: QueuedBody, *, max_elements: int, parse: Callable[[Any], T]) -> T:

@@ -16,6 +16,7 @@ from logitship.builtin_processors.registry import Registry
 from logitship.builtin_processors.sglang_names import installed_by_reference
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
+from logitship.client.serialization.artifact import bytes_of
 from logitship.client.serialization.processor_string import (
     InstalledProcessor,
     PickledProcessor,
@@ -28,6 +29,7 @@ from logitship.sampler.processors.executor import LoadedProcessor, ProcessorExec
 from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCache
 from logitship.sampler.processors.request_view import ModelView
 
+from .artifact_store import ArtifactStore
 from .callable_library import CallableLibrary
 from .load_queue import Runnable
 from .processor_descriptions import (
@@ -219,6 +221,7 @@ class ProcessorLoader:
         assert isinstance(string, PickledProcessor | SourceProcessor)
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
         self._check_allowed(runnable.digest)
+        self._check_artifacts(runnable, tenant)
         return runnable
 
     def prepare(
@@ -270,6 +273,10 @@ class ProcessorLoader:
                 "--allow-processor"
             )
 
+    def _check_artifacts(self, string: Runnable, tenant: str) -> None:
+        """Refuse a string with an artifact that is not here. Only a server that clients upload to has any."""
+        bytes_of(string.artifacts)
+
     def _installed_processor(self, name: str) -> LoadedProcessor:
         if name not in self._registry:
             raise ProcessorLoadError(missing_message(name, self._registry, {}))
@@ -319,9 +326,11 @@ class ProcessorLibrary(ProcessorLoader):
         registered: keeps the strings of registered processors.
         callables: makes request-level callables by name.
         allowed_digests: the only shipped processors that may run; None: any may.
+        artifacts: what shipped processors refer to by digest.
 
     Attributes:
         names: resolves names and digests.
+        artifacts: as given.
     """
 
     def __init__(
@@ -333,8 +342,10 @@ class ProcessorLibrary(ProcessorLoader):
         registered: RegisteredProcessors,
         callables: CallableLibrary,
         allowed_digests: frozenset[str] | None = None,
+        artifacts: ArtifactStore | None = None,
     ) -> None:
         super().__init__(registry, cache, installed_executor, model, allowed_digests)
+        self.artifacts = artifacts or ArtifactStore(max_bytes=0)
         self._registered = registered
         self.callables = callables
         self.names = NamedProcessors(registry, registered)
@@ -388,6 +399,9 @@ class ProcessorLibrary(ProcessorLoader):
         """Register a processor that was loaded from what `find_to_register` returned. Raises as `register`."""
         self.names.check_name(name or processor.name, self._installed_name(string))
         return registered_info(self._registered.add(_upload(name, processor, string), tenant))
+
+    def _check_artifacts(self, string: Runnable, tenant: str) -> None:
+        self.artifacts.resolve(string.artifacts, tenant)
 
     def find(self, string: ProcessorString, tenant: str) -> InstalledProcessor | Runnable:
         """As `ProcessorLoader.find`, also for the name or the digest of a registered processor."""

@@ -70,7 +70,9 @@ class Registration:
 def _string_size(string: ProcessorString) -> int:
     match string:
         case SourceProcessor():
-            return len(string.source.encode()) + len(string.captured)
+            # Uploaded artifacts count in their own store.
+            shared = sum(len(each.content.data) for each in string.artifacts if each.content is not None)
+            return len(string.source.encode()) + len(string.captured) + shared
         case PickledProcessor():
             described = 0 if string.source is None else _string_size(string.source)
             listed = 0 if string.listing is None else len(string.listing.text.encode())

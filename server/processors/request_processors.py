@@ -23,9 +23,10 @@ import orjson
 from prometheus_client import Histogram
 
 from logitship.builtin_processors.params import PreparationUnavailable
-from logitship.client.errors import ProcessorLoadError
+from logitship.client.errors import LARGE_PROCESSOR_ADVICE, MAX_PROCESSOR_SIZE_FLAG, ProcessorLoadError
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization import processor_string
+from logitship.client.serialization.artifact import missing_artifact
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
 from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor
 from logitship.sampler.processors.processor_cache import ProcessorCacheFull
@@ -41,6 +42,7 @@ from logitship.server.refusals import (
 from logitship.server.requests.json_scan import MAX_DEPTH, scan_json
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 
+from .artifact_store import ArtifactStoreFull, StoredArtifact
 from .load_queue import LoadQueue, LoadQueueFull, LoadStats
 from .processor_library import InvalidName, InvalidParams, NotDeletable, ProcessorLibrary, ProcessorNotAllowed
 from .registered_processors import NotRegistered, RegistryFull
@@ -142,7 +144,9 @@ def _parse(value: Any, limit: int, at: str) -> ProcessorString:
     text = value.encode() if isinstance(value, str) else _dumps(value, at)
     if len(text) > limit:
         raise RequestTooLarge(
-            f"{at}: the processor string has {len(text)} bytes, this server takes at most {limit}", param=at
+            f"{at}: the processor string has {len(text)} bytes, this server takes at most {limit} "
+            f"({MAX_PROCESSOR_SIZE_FLAG}; {LARGE_PROCESSOR_ADVICE})",
+            param=at,
         )
     if isinstance(value, str):
         check_processor_text(text, at)
@@ -182,12 +186,16 @@ class RequestProcessors:
         library: the processors.
         loads: loads the shipped ones.
         load_time: histogram of the load time of each of a request's processors.
+
+    Attributes:
+        artifacts: what shipped processors refer to by digest.
     """
 
     def __init__(self, library: ProcessorLibrary, loads: LoadQueue, load_time: Histogram) -> None:
         self._library = library
         self._loads = loads
         self._load_time = load_time
+        self.artifacts = library.artifacts
 
     def load_stats(self) -> LoadStats:
         """Return the numbers of loads of shipped processors."""
@@ -226,6 +234,41 @@ class RequestProcessors:
             raise NotFound(str(error), param="id") from error
         except NotDeletable as error:
             raise Forbidden(str(error), param="id") from error
+
+    async def add_artifact(self, data: bytes, tenant: str) -> StoredArtifact:
+        """Keep an artifact of a tenant.
+
+        Raises:
+            ServiceUnavailable: there is no space for it.
+        """
+        try:
+            return await asyncio.to_thread(self.artifacts.add, data, tenant)
+        except ArtifactStoreFull as error:
+            raise ServiceUnavailable(str(error)) from error
+
+    def list_artifacts(self, tenant: str) -> list[StoredArtifact]:
+        """Return a tenant's artifacts."""
+        return self.artifacts.list_own(tenant)
+
+    def artifact(self, digest: str, tenant: str) -> StoredArtifact:
+        """Return a tenant's artifact.
+
+        Raises:
+            NotFound: it has none of this digest.
+        """
+        found = self.artifacts.find(digest, tenant)
+        if found is None:
+            raise NotFound(str(missing_artifact(digest[:80])), param="digest")
+        return found
+
+    def delete_artifact(self, digest: str, tenant: str) -> None:
+        """Delete a tenant's artifact. Loaded processors keep it.
+
+        Raises:
+            NotFound: it has none of this digest.
+        """
+        if not self.artifacts.remove(digest, tenant):
+            raise NotFound(str(missing_artifact(digest[:80])), param="digest")
 
     async def register(self, string: ProcessorString, tenant: str, name: str | None) -> ProcessorInfo:
         """Register a processor: see `AsyncEngine.register`. Waits until it is loaded."""

@@ -26,12 +26,13 @@ from typing import Any, ClassVar, TypeVar
 import dill._dill
 
 from logitship.client.errors import ProcessorSerializationError
+from logitship.client.serialization.artifact import Artifact
 from logitship.client.serialization.provenance import is_own_extension
 
 from .pickled_classes import save_class
 from .pickled_functions import save_cell, save_code, save_function
 from .pickled_modules import GlobalsProxy, ModulePickler, Namespace, save_globals_proxy, save_module, save_namespace
-from .reductions import ordered, reduce_type_variable, reduce_value, sentinel_name, unserializable_kind
+from .reductions import RawBytes, ordered, reduce_type_variable, reduce_value, sentinel_name, unserializable_kind
 
 
 class _Root:
@@ -55,6 +56,14 @@ class _Dispatch(dict[type, Any]):
 class ClassPickler(ModulePickler):
     """Pickler that writes one class, and everything it uses, to a file.
 
+    Args:
+        file: the file.
+        own_packages: see `own_packages` in `serialize.py`.
+        artifact_size: bytes of a tensor or array from which on the file has only its digest; None: it has all bytes.
+
+    Attributes:
+        artifacts: the tensors and arrays that the file does not have, by their digests.
+
     Raises:
         ProcessorSerializationError: from `dump_class` and `dump_data`; names the object that cannot be
             serialized and where it is used.
@@ -62,8 +71,10 @@ class ClassPickler(ModulePickler):
 
     dispatch: ClassVar[_Dispatch] = _Dispatch()
 
-    def __init__(self, file: io.BytesIO, own_packages: Iterable[str] = ()) -> None:
+    def __init__(self, file: io.BytesIO, own_packages: Iterable[str] = (), *, artifact_size: int | None = None) -> None:
         super().__init__(file, own_packages)
+        self.artifacts: dict[str, Artifact] = {}
+        self._artifact_size = artifact_size
         self._canonical: dict[Any, Any] = {}
 
     def dump_class(self, cls: type) -> None:
@@ -108,6 +119,13 @@ class ClassPickler(ModulePickler):
             return reduce_type_variable(obj)
         return reduce_value(obj)
 
+    def persistent_id(self, obj: Any) -> Any:
+        """Return the digest of an artifact; None for all other objects."""
+        if type(obj) is not RawBytes or self._artifact_size is None or len(obj.data) < self._artifact_size:
+            return None
+        artifact = Artifact.of(obj.data)
+        return self.artifacts.setdefault(artifact.digest, artifact).digest
+
     def save_global(self, obj: Any, name: str | None = None) -> None:
         """Write an object of an installed library by name."""
         module = getattr(obj, "__module__", None)
@@ -125,6 +143,9 @@ class ClassPickler(ModulePickler):
         for call in self._last_calls:
             self.call(*call)
 
+    def _save_raw_bytes(self, raw: RawBytes) -> None:
+        self.save_reduce(bytearray, (raw.data,), obj=raw)
+
     def _save_set(self, items: set[Any] | frozenset[Any]) -> None:
         """Write a set in an order that does not depend on the process."""
         self.save_reduce(type(items), (ordered(items),), obj=items)
@@ -141,6 +162,7 @@ class ClassPickler(ModulePickler):
 ClassPickler.dispatch.update(
     {
         _Root: ClassPickler._save_root,
+        RawBytes: ClassPickler._save_raw_bytes,
         Namespace: save_namespace,
         GlobalsProxy: save_globals_proxy,
         types.ModuleType: save_module,

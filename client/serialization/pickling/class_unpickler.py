@@ -6,13 +6,14 @@ This module imports dill; `loading.py` imports it only when it loads a class.
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType, FunctionType
 from typing import Any
 
 import dill._dill
 
 from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.artifact import missing_artifact
 from logitship.client.serialization.shipped_names import ShippedNames
 
 from .bytecode import check_code
@@ -32,12 +33,19 @@ class ClassUnpickler(dill._dill.Unpickler):  # type: ignore[misc]
         codes: the code objects that were made.
     """
 
-    def __init__(self, payload: bytes, names: ShippedNames) -> None:
+    def __init__(self, payload: bytes, names: ShippedNames, artifacts: Mapping[str, bytes] | None = None) -> None:
         # ignore=True: don't look for the class of the result in our __main__.
         super().__init__(io.BytesIO(payload), ignore=True)
         self.codes: list[CodeType] = []
+        self._artifacts = artifacts or {}
         self._names = names
         self._main_globals: dict[str, Any] = {"__name__": "__main__", "__builtins__": names.builtins}
+
+    def persistent_load(self, pid: Any) -> bytearray:
+        """Return the bytes of an artifact."""
+        if not isinstance(pid, str) or pid not in self._artifacts:
+            raise missing_artifact(str(pid)[:80])
+        return bytearray(self._artifacts[pid])
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the object for a global name in the pickle."""

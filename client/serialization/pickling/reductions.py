@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import dill._dill
 
+from logitship.client.serialization.artifact import raw_bytes
+
 # dataclasses compares these by identity.
 _SENTINELS = {
     id(getattr(dataclasses, name)): name
@@ -72,10 +74,19 @@ def reduce_value(obj: Any) -> Any:
         return functools.partial, (obj.func,), (obj.func, obj.args, obj.keywords, obj.__dict__ or None)
     if isinstance(obj, types.WrapperDescriptorType | types.MethodDescriptorType):
         return getattr, (obj.__objclass__, obj.__name__)
-    torch = sys.modules.get("torch")
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and type(obj) is torch.Tensor:
         return _reduce_tensor(torch, obj)
+    if numpy is not None and type(obj) is numpy.ndarray:
+        return _reduce_array(numpy, obj)
     return NotImplemented
+
+
+class RawBytes:
+    """The bytes of a tensor or an array, which are loaded as a bytearray."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
 
 
 def _reduce_tensor(torch: types.ModuleType, tensor: Any) -> Any:
@@ -87,9 +98,18 @@ def _reduce_tensor(torch: types.ModuleType, tensor: Any) -> Any:
         return torch.Tensor.requires_grad_, (tensor.detach(),)
     if tensor.numel() == 0:
         return functools.partial(torch.empty, dtype=tensor.dtype), (tuple(tensor.shape),)
-    data = bytearray(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    data = RawBytes(raw_bytes(tensor))
     flat = dill._dill.Reduce(functools.partial(torch.frombuffer, dtype=tensor.dtype), (data,))
     return torch.reshape, (flat, tuple(tensor.shape))
+
+
+def _reduce_array(numpy: types.ModuleType, array: Any) -> Any:
+    """Rebuild an array from its bytes: NumPy's own pickle names a module that NumPy 1 and 2 call differently."""
+    if array.dtype.hasobject or array.size == 0 or not array.flags.writeable:
+        return NotImplemented
+    order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    flat = dill._dill.Reduce(numpy.frombuffer, (RawBytes(array.tobytes(order)), array.dtype))
+    return numpy.reshape, (flat, array.shape, order)
 
 
 def annotations_as_text(obj: Any) -> dict[str, str]:

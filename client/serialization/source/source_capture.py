@@ -21,6 +21,7 @@ from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from logitship.client.errors import ProcessorSerializationError
+from logitship.client.serialization.artifact import Artifact
 from logitship.client.serialization.code_names import attribute_chains, code_names, eager_names, functions_of
 from logitship.client.serialization.processor_string import PYTHON, Listing, SourceProcessor
 from logitship.client.serialization.provenance import is_installed, top_level
@@ -39,19 +40,24 @@ from .source_text import (
 
 
 def capture_source(
-    cls: type, own_packages: frozenset[str] = frozenset()
+    cls: type, own_packages: frozenset[str] = frozenset(), *, artifact_size: int | None = None
 ) -> tuple[SourceProcessor | None, Listing | None]:
     """Return the source of the class and everything it uses, and the lines of it for tracebacks.
 
     The source is None if it would behave differently, the lines are None if they cannot be read.
+
+    Args:
+        cls: the class.
+        own_packages: see `ClassPickler`.
+        artifact_size: see `ClassPickler`.
     """
     if "_pickles_as" in cls.__dict__:
         return None, None
-    builder = _ModuleBuilder(own_packages)
+    builder = _ModuleBuilder(own_packages, artifact_size)
     try:
         builder.add_object(cls.__name__, cls)
         text, ranges = module_text(builder.parts, builder.imports)
-        source = SourceProcessor(text, cls.__name__, builder.captured(), PYTHON)
+        source = SourceProcessor(text, cls.__name__, *builder.captured())
     except (NoSource, RecursionError):
         text, ranges = listing(builder.parts)
         return None, Listing(text, ranges) if ranges else None
@@ -70,8 +76,9 @@ class _ModuleBuilder:
         imports: its import statements.
     """
 
-    def __init__(self, own_packages: frozenset[str]) -> None:
+    def __init__(self, own_packages: frozenset[str], artifact_size: int | None) -> None:
         self._own_packages = own_packages
+        self._artifact_size = artifact_size
         self.values: dict[str, Any] = {}
         self.imports: set[str] = set()
         self.parts: dict[str, Part] = {}
@@ -80,8 +87,12 @@ class _ModuleBuilder:
 
     # --- the result ---
 
-    def captured(self) -> bytes:
-        return self._pickle_data(self._captured) if self._captured else b""
+    def captured(self) -> tuple[bytes, str, tuple[Artifact, ...]]:
+        """Return the values that are pickled, the version of Python, and the artifacts that they refer to."""
+        if not self._captured:
+            return b"", PYTHON, ()
+        captured, artifacts = self._pickle_data(self._captured)
+        return captured, PYTHON, artifacts
 
     # --- adding ---
 
@@ -279,12 +290,13 @@ class _ModuleBuilder:
             return False
         return True
 
-    def _pickle_data(self, values: dict[str, Any]) -> bytes:
+    def _pickle_data(self, values: dict[str, Any]) -> tuple[bytes, tuple[Artifact, ...]]:
         from logitship.client.serialization.pickling.class_pickler import ClassPickler
 
         file = io.BytesIO()
-        ClassPickler(file, self._own_packages).dump_data(values)
-        return file.getvalue()
+        pickler = ClassPickler(file, self._own_packages, artifact_size=self._artifact_size)
+        pickler.dump_data(values)
+        return file.getvalue(), tuple(pickler.artifacts.values())
 
 
 def _is_literal(value: Any) -> bool:

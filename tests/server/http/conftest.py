@@ -21,6 +21,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.app import create_app
 from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
+from logitship.server.processors.artifact_store import ArtifactStore
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.refusals import BadRequest, Forbidden, NotFound, RequestRefused
 from logitship.server.requests.fair_pool import FairPool
@@ -195,6 +196,7 @@ class FakeProcessors(RequestProcessors):
     """Has two processors, `BAN` and `MINE`."""
 
     def __init__(self) -> None:
+        self.artifacts = ArtifactStore(max_bytes=1 << 16)
         self.asked_for: list[tuple[str, str, str]] = []
         """Method, processor name and tenant per call."""
 
