@@ -161,7 +161,7 @@ class AsyncClient:
                 await self._upload(artifact)
         except NotFoundError:  # a server without artifacts
             registration = requests.register(processor, name, artifact_size=None)
-        return await self._call(registration.request, parse_registered)
+        return await self._call(await self._in_dialect(registration.request), parse_registered)
 
     async def upload_artifact(self, data: Any) -> str:
         """Upload the bytes of a tensor or array, unless the server has them. `register` does so for those of a class.

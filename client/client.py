@@ -192,7 +192,7 @@ class Client:
                 self._upload(artifact)
         except NotFoundError:  # a server without artifacts
             registration = requests.register(processor, name, artifact_size=None)
-        return self._call(registration.request, parse_registered)
+        return self._call(self._in_dialect(registration.request), parse_registered)
 
     def upload_artifact(self, data: Any) -> str:
         """Upload the bytes of a tensor or array, unless the server has them. `register` does so for those of a class.

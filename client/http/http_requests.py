@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -14,7 +14,7 @@ import orjson
 from logitship.client.serialization.artifact import ARTIFACT_SIZE, Artifact
 from logitship.client.serialization.processor_string import RegisteredProcessor
 
-from .processor_argument import ProcessorStrings, is_list_of_processors
+from .processor_argument import LargestClass, ProcessorStrings, is_list_of_processors
 from .request_options import ChatOptions, CompletionOptions, GenerateOptions, SGLangSamplingOptions
 
 _PROCESSOR_FIELDS = ("processor", "logits_processors")
@@ -32,6 +32,7 @@ class HttpRequest:
         path: path on the server, with its leading slash.
         json: the body, or None.
         body: the body as bytes, or None.
+        largest: the class with the longest string in it, which may be too long for the server; None if it has none.
         stream: whether the response is streamed.
         idempotent: whether sending it twice does no harm, so that it is retried after a broken connection.
         fault_token: the `stop_reason` that reports a failed processor (vLLM with logitship's plugin), or None.
@@ -44,6 +45,7 @@ class HttpRequest:
     idempotent: bool = False
     fault_token: int | None = None
     body: bytes | None = None
+    largest: LargestClass | None = field(default=None, compare=False)
 
     @property
     def content(self) -> bytes | None:
@@ -90,7 +92,9 @@ def generate(prompt: Any, n: int | None, options: GenerateOptions, *, stream: bo
         body["sampling_params"] = _with_params(sampling, params, "params")
     if isinstance(fields.get("rid"), list | tuple):
         _one_per_prompt("rid", fields["rid"], batch_size)
-    return HttpRequest("POST", "/generate", _finish(body, fields, batch_size), stream)
+    strings = ProcessorStrings()
+    finished = _finish(body, fields, batch_size, strings)
+    return HttpRequest("POST", "/generate", finished, stream, largest=strings.largest)
 
 
 def completions(prompt: Any, n: int | None, options: CompletionOptions, *, stream: bool) -> HttpRequest:
@@ -149,7 +153,8 @@ def register(processor: Any, name: str | None = None, *, artifact_size: int | No
     strings = ProcessorStrings(artifact_size)
     form = orjson.loads(strings(processor, "processor"))
     query = "" if name is None else f"?name={quote(name, safe='')}"
-    return Registration(HttpRequest("POST", f"/v1/processors{query}", form, idempotent=True), tuple(strings.artifacts))
+    request = HttpRequest("POST", f"/v1/processors{query}", form, idempotent=True, largest=strings.largest)
+    return Registration(request, tuple(strings.artifacts))
 
 
 def find_artifact(digest: str) -> HttpRequest:
@@ -343,10 +348,14 @@ def _openai(
         raise TypeError("params: this route takes one dict for all prompts; `generate` takes one per prompt")
     if params is not None:
         body["custom_params"] = _check_params("params", params)
-    return HttpRequest("POST", path, _finish(body, fields, batch_size), stream)
+    strings = ProcessorStrings()
+    finished = _finish(body, fields, batch_size, strings)
+    return HttpRequest("POST", path, finished, stream, largest=strings.largest)
 
 
-def _finish(body: dict[str, Any], fields: dict[str, Any], batch_size: int | None) -> dict[str, Any]:
+def _finish(
+    body: dict[str, Any], fields: dict[str, Any], batch_size: int | None, to_string: ProcessorStrings
+) -> dict[str, Any]:
     """Add the processors and the remaining fields."""
     processor = fields.pop("processor", None)
     several = fields.pop("logits_processors", None)
@@ -354,15 +363,14 @@ def _finish(body: dict[str, Any], fields: dict[str, Any], batch_size: int | None
         raise ValueError("logits_processors: give either this or processor, not both")
     extra_body = fields.pop("extra_body", {})
     if processor is not None:
-        body["custom_logit_processor"] = _processor_field(processor, batch_size)
+        body["custom_logit_processor"] = _processor_field(processor, batch_size, to_string)
     if several is not None:
-        body["logits_processors"] = _processor_list(several, batch_size)
+        body["logits_processors"] = _processor_list(several, batch_size, to_string)
     return {**body, **fields, **extra_body}
 
 
-def _processor_field(processor: Any, batch_size: int | None) -> Any:
+def _processor_field(processor: Any, batch_size: int | None, to_string: ProcessorStrings) -> Any:
     """Return the value of `custom_logit_processor`: a processor string, or lists of them shaped like `processor`."""
-    to_string = ProcessorStrings()
 
     def for_one_prompt(given: Any, name: str) -> Any:
         if is_list_of_processors(given):
@@ -377,12 +385,11 @@ def _processor_field(processor: Any, batch_size: int | None) -> Any:
     ]
 
 
-def _processor_list(entries: Any, batch_size: int | None) -> list[Any]:
+def _processor_list(entries: Any, batch_size: int | None, to_string: ProcessorStrings) -> list[Any]:
     """Return the value of `logits_processors`: its entries with processor strings, or one such list per prompt."""
     name = "logits_processors"
     if not isinstance(entries, list | tuple):
         raise TypeError(f"{name}: expected a list, not {type(entries).__name__}")
-    to_string = ProcessorStrings()
     if batch_size is not None and entries and all(isinstance(each, list | tuple) for each in entries):
         per_prompt = enumerate(_one_per_prompt(name, entries, batch_size))
         return [[_entry(each, f"{name}[{i}][{j}]", to_string) for j, each in enumerate(own)] for i, own in per_prompt]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import orjson
@@ -70,6 +71,12 @@ class ProcessorStrings:
             self._of_class[cls] = self._serialize(cls)
         return self._of_class[cls]
 
+    @property
+    def largest(self) -> LargestClass | None:
+        """The class with the longest string; None if there was no class."""
+        sizes = [LargestClass(cls, len(text.encode())) for cls, text in self._of_class.items()]
+        return max(sizes, key=lambda each: each.size, default=None)
+
     def _serialize(self, cls: Any) -> str:
         to_str: Any = cls.to_str
         # A class may have a `to_str` of its own, such as SGLang's.
@@ -80,6 +87,27 @@ class ProcessorStrings:
         string = serialize(cls, artifact_size=self._artifact_size)
         self.artifacts |= dict.fromkeys(string.artifacts)
         return to_text(string)
+
+
+@dataclass(frozen=True)
+class LargestClass:
+    """The class with the longest string of a request.
+
+    Attributes:
+        cls: the class.
+        size: bytes of its string.
+    """
+
+    cls: type
+    size: int
+
+    def message(self, limit: float) -> str | None:
+        """Return the message for a server that takes at most `limit` bytes; None if it takes the string."""
+        if self.size <= limit:
+            return None
+        from logitship.client.serialization.contents import too_large_message
+
+        return too_large_message(self.cls, self.size, int(limit))
 
 
 def _our_to_str() -> Any:

@@ -6,6 +6,7 @@ that the sync and the async client share it.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,7 +14,13 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import orjson
 
-from logitship.client.errors import APIStatusError, BadRequestError, LogitshipError, NotFoundError
+from logitship.client.errors import (
+    APIStatusError,
+    BadRequestError,
+    LogitshipError,
+    NotFoundError,
+    ProcessorSerializationError,
+)
 
 from .http_requests import HttpRequest, get
 from .sglang_handshake import NOT_ENABLED, PROBE_BODY, SglangPlugin, translate_for_plugin
@@ -24,6 +31,10 @@ ServerKind: TypeAlias = Literal["auto", "logitship", "sglang", "vllm"]
 
 _MODELS_PROBE = get("/v1/models")
 """Every server has OpenAI's route, where `owned_by` names the server software."""
+
+_LIMIT_PROBE = get("/server_info")
+_LEAST_LIMIT = 1 << 20
+"""Bytes of a processor string that every server of logitship takes, unless its operator lowered the limit."""
 
 _SGLANG_PROBE = HttpRequest("POST", "/generate", PROBE_BODY, idempotent=True)
 
@@ -47,6 +58,8 @@ class ServerDialect:
         self._plugin: PluginInfo | None = None
         self._asks_sglang = False
         self._sglang_plugin: SglangPlugin | None = None
+        self._limit: float | None = None
+        """Most bytes of a processor string; None: not known yet."""
 
     def probe_before(self, request: HttpRequest) -> HttpRequest | None:
         """Return the request to send before `request` can be translated; None: it can be translated now.
@@ -61,6 +74,11 @@ class ServerDialect:
             return _plugin_probe(request)
         if self._asks_sglang and uses_processors:
             return _SGLANG_PROBE
+        is_large = request.largest is not None and request.largest.size > _LEAST_LIMIT
+        if is_large and self._kind == "auto":
+            return _MODELS_PROBE
+        if is_large and self._kind == "logitship" and self._limit is None:
+            return _LIMIT_PROBE
         return None
 
     def handle_probe(self, probe: HttpRequest, response: bytes | APIStatusError) -> None:
@@ -80,6 +98,8 @@ class ServerDialect:
         if probe is _MODELS_PROBE:
             self._kind = _parse_kind(response)
             self._asks_sglang = self._kind == "sglang"
+        elif probe is _LIMIT_PROBE:
+            self._limit = _parse_limit(response)
         elif probe is _SGLANG_PROBE:
             self._asks_sglang = False
             self._sglang_plugin = _parse_sglang_plugin(response)
@@ -91,13 +111,29 @@ class ServerDialect:
 
         Raises:
             ValueError: the server does not support it; names the argument.
+            ProcessorSerializationError: the string of a class is too long for the server; names its largest contents.
         """
-        if self._kind != "vllm":
+        if self._limit is not None and request.largest is not None:
+            message = request.largest.message(self._limit)
+            if message is not None:
+                raise ProcessorSerializationError(message)
+        if self._kind != "vllm" or request.path.startswith("/v1/processors"):
             return translate_for_plugin(request) if self._sglang_plugin is not None else request
         translated = translate_for_vllm(request)
         if self._plugin is not None and has_processors(request):
             return replace(translated, fault_token=self._plugin.fault_token)
         return translated
+
+
+def _parse_limit(response: bytes | APIStatusError) -> float:
+    """Return the longest processor string; infinity if the server does not say."""
+    if isinstance(response, APIStatusError):
+        return math.inf
+    try:
+        limit = orjson.loads(response)["max_processor_size"]
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        return math.inf
+    return limit if isinstance(limit, int) else math.inf
 
 
 def _plugin_probe(request: HttpRequest) -> HttpRequest:

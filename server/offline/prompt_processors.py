@@ -9,6 +9,7 @@ from typing import Any
 from logitship.client.http.processor_argument import ProcessorStrings, is_list_of_processors
 from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
 from logitship.server.processors.request_processors import read_entry, read_processor
+from logitship.server.refusals import RequestTooLarge
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest
 
 from .sampling_params import SamplingParams
@@ -83,7 +84,7 @@ class _ProcessorReader:
 
     def processor(self, given: Any, at: str) -> AttachedProcessor:
         """Read a processor with SGLang's contract, in any form."""
-        string = self._to_string(given, at)
+        string = self._string(given, at)
         return read_processor(string, self._custom_params, at, max_processor_size=self._max_processor_size)
 
     def entry(self, entry: Any, at: str) -> AttachedProcessor:
@@ -104,10 +105,17 @@ class _ProcessorReader:
     def _mapping(self, entry: Mapping[str, Any], at: str) -> AttachedProcessor:
         entry = dict(entry)
         if entry.get("processor") is not None:
-            entry["processor"] = self._to_string(entry["processor"], f"{at}.processor")
+            entry["processor"] = self._string(entry["processor"], f"{at}.processor")
         if "args" in entry:
             entry["args"] = list(entry["args"] or ())
         return self._read(entry, at)
+
+    def _string(self, given: Any, at: str) -> str:
+        string = self._to_string(given, at)
+        largest = self._to_string.largest
+        if largest is not None and (message := largest.message(self._max_processor_size)):
+            raise RequestTooLarge(f"{at}: {message}", param=at)
+        return string
 
     def _read(self, entry: Any, at: str) -> AttachedProcessor:
         return read_entry(entry, at, max_processor_size=self._max_processor_size, params=self._custom_params)

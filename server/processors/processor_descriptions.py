@@ -11,7 +11,7 @@ from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 
 from .registration import Registration
-from .runnable_source import runnable_text
+from .runnable_source import runnable_text, uploaded_artifacts
 
 _INSTALLED = "it is installed on the server: its code did not come from a client"
 _NO_SOURCE = "the processor string holds a pickle and no source"
@@ -86,12 +86,18 @@ def _form(string: ProcessorString) -> str:
 def _source(string: ProcessorString) -> tuple[str | None, str | None]:
     """Return the source in a string, and a note about it."""
     if isinstance(string, SourceProcessor):
-        return runnable_text(string), None
+        return runnable_text(string), _files_note(string) or None
     if not isinstance(string, PickledProcessor):
         return None, _INSTALLED
     if string.source is not None:
-        return runnable_text(string.source), _CLAIMED
+        return runnable_text(string.source), "; ".join(filter(None, (_CLAIMED, _files_note(string.source))))
     return (None, _NO_SOURCE) if string.listing is None else (string.listing.text, _LISTED)
+
+
+def _files_note(source: SourceProcessor) -> str:
+    """Return a note on the files that the source reads; "" if it reads none."""
+    files = uploaded_artifacts(source)
+    return f"to run the source, write these artifacts to files of that name: {', '.join(files)}" if files else ""
 
 
 def _class_name(string: ProcessorString) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import orjson
 import pytest
+import torch
 
 from logitship.client.async_client import AsyncClient
 from logitship.client.client import Client
@@ -23,8 +24,10 @@ from logitship.client.errors import (
     TransportError,
 )
 from logitship.client.http.server_dialect import ServerKind
+from logitship.client.processor import CustomLogitProcessor
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.records import Generation, GenerationChunk
+from logitship.client.serialization.artifact import digest_of, raw_bytes
 from logitship.client.serialization.processor_string import RegisteredProcessor
 
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -214,6 +217,65 @@ def test_other_methods(call: AnyClient) -> None:
         ("DELETE", "/v1/processors/P@2"),
     ]
     assert server.requests[7].url.query == b"name=Q"
+
+
+WEIGHTS = torch.arange(16384.0)
+"""64 KiB."""
+
+
+class Weighs(CustomLogitProcessor):
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        return logits + WEIGHTS[0]
+
+
+class WeighsToo(CustomLogitProcessor):
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        return logits - WEIGHTS[1]
+
+
+class ArtifactServer:
+    """Keeps artifacts, if it knows them, and registers processors. Records what was sent."""
+
+    def __init__(self, *, has_artifacts: bool) -> None:
+        self.artifacts: set[str] | None = set() if has_artifacts else None
+        self.sent: list[tuple[str, str, int]] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        self.sent.append((request.method, path, len(request.content)))
+        if path == "/v1/processors":
+            form = orjson.loads(request.content)
+            needed = form["logitship"].get("artifacts", [])
+            assert self.artifacts is not None or not needed
+            assert set(needed) <= (self.artifacts or set())
+            return ok({"digest": DIGEST, "name": "P"})
+        if self.artifacts is not None and request.method == "POST":
+            assert request.headers["content-type"] == "application/octet-stream"
+            self.artifacts.add(digest_of(request.content))
+            return ok({"digest": digest_of(request.content)})
+        if self.artifacts is not None and path.removeprefix("/v1/artifacts/") in self.artifacts:
+            return ok({})
+        return httpx.Response(404, json={"error": {"message": "no"}})
+
+
+def test_register_uploads_tensors_once(call: AnyClient) -> None:
+    server = ArtifactServer(has_artifacts=True)
+    digest = digest_of(raw_bytes(WEIGHTS))
+    for cls in (Weighs, WeighsToo, Weighs):
+        call(server, "register", cls)
+    uploads = [size for method, path, size in server.sent if (method, path) == ("POST", "/v1/artifacts")]
+    assert uploads == [65536]
+    assert server.artifacts == {digest}
+    assert all(size < 6000 for _, path, size in server.sent if path == "/v1/processors")
+    assert call(server, "upload_artifact", WEIGHTS) == digest
+    assert call(server, "upload_artifact", b"other") == digest_of(b"other")
+
+
+def test_register_at_a_server_without_artifacts_sends_the_bytes(call: AnyClient) -> None:
+    server = ArtifactServer(has_artifacts=False)
+    assert call(server, "register", Weighs).digest == DIGEST
+    assert server.sent[-1][1] == "/v1/processors"
+    assert 2 * 65536 < server.sent[-1][2] < 2 * 65536 + 6000
 
 
 def test_health_does_not_raise_or_retry(call: AnyClient) -> None:

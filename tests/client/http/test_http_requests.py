@@ -251,9 +251,9 @@ def test_openai_params_must_be_one_dict() -> None:
 
 
 def test_register_sends_processor_form() -> None:
-    request = requests.register({"name": "min_p"})
+    request = requests.register({"name": "min_p"}).request
     assert (request.path, request.json, request.idempotent) == ("/v1/processors", {"name": "min_p"}, True)
-    assert requests.register({"name": "min_p"}, "a b&c@ä").path == "/v1/processors?name=a%20b%26c%40%C3%A4"
+    assert requests.register({"name": "min_p"}, "a b&c@ä").request.path == "/v1/processors?name=a%20b%26c%40%C3%A4"
     for name in ("", 5):
         with pytest.raises(ValueError, match="name: expected a text"):
             requests.register({"name": "min_p"}, name)  # type: ignore[arg-type]

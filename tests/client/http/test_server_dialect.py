@@ -11,6 +11,7 @@ from typing import Any, cast
 import httpx
 import orjson
 import pytest
+import torch
 
 from logitship.client.async_client import AsyncClient
 from logitship.client.client import Client
@@ -19,11 +20,13 @@ from logitship.client.errors import (
     BadRequestError,
     GenerationError,
     LogitshipError,
+    ProcessorSerializationError,
     ServerBusyError,
 )
 from logitship.client.http.server_dialect import ServerKind
 from logitship.client.http.sglang_handshake import NOT_ENABLED, PROBE, PROBE_BODY, SglangPlugin
 from logitship.client.http.vllm_handshake import PluginInfo
+from logitship.client.processor import CustomLogitProcessor
 
 FAULT = 63
 OTHER_END_TOKEN = 62
@@ -340,3 +343,49 @@ def test_unknown_dialect() -> None:
     for kind in (Client, AsyncClient):
         with pytest.raises(ValueError, match="dialect: expected one of auto, logitship, sglang, vllm, not 'tgi'"):
             kind("http://server", dialect=cast(ServerKind, "tgi"))
+
+
+TABLE = torch.zeros(140_000)
+
+
+class Huge(CustomLogitProcessor):
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        return logits + TABLE[0]
+
+
+class LimitedServer:
+    """A logitship server that says how long a processor string may be, unless `limit` is None."""
+
+    def __init__(self, limit: int | None, owner: str = "logitship") -> None:
+        self.limit = limit
+        self.owner = owner
+        self.paths: list[str] = []
+
+    def __call__(self, request: httpx.Request) -> httpx.Response:
+        self.paths.append(request.url.path)
+        if request.url.path == "/v1/models":
+            return httpx.Response(200, json={"data": [{"id": "m", "owned_by": self.owner}]})
+        if request.url.path == "/server_info":
+            return httpx.Response(200, json={} if self.limit is None else {"max_processor_size": self.limit})
+        return httpx.Response(200, json=SGLANG_ANSWER)
+
+
+def test_string_that_is_too_long_is_not_sent(call: AnyClient) -> None:
+    server = LimitedServer(1 << 20)
+    with pytest.raises(ProcessorSerializationError, match=r"at most 1,048,576 \(--max-processor-size\)") as raised:
+        call(server, ("generate", "Hi", {"processor": Huge}))
+    assert "global 'TABLE' used by Huge.__call__, a tensor, float32 [140000]" in str(raised.value)
+    assert server.paths == ["/v1/models", "/server_info"]
+
+
+@pytest.mark.parametrize("limit", [2 << 20, None])
+def test_long_string_is_sent_where_it_may_be(limit: int | None, call: AnyClient) -> None:
+    server = LimitedServer(limit)
+    call(server, *[("generate", "Hi", {"processor": Huge})] * 2)
+    assert server.paths == ["/v1/models", "/server_info", "/generate", "/generate"]
+
+
+def test_short_strings_are_not_asked_about(call: AnyClient) -> None:
+    server = LimitedServer(1)
+    call(server, ("generate", "Hi", {"processor": "min_p"}))
+    assert server.paths == ["/v1/models", "/generate"]

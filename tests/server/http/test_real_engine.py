@@ -16,6 +16,7 @@ import httpx
 import openai
 import orjson
 import pytest
+import torch
 
 from logitship import (
     BadRequestError,
@@ -25,7 +26,8 @@ from logitship import (
     PermissionDeniedError,
     RegisteredProcessor,
 )
-from logitship.client.serialization.processor_string import parse
+from logitship.client.serialization.processor_string import parse, to_text
+from logitship.client.serialization.serialize import serialize
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http_server import running_server
 
@@ -701,3 +703,44 @@ def test_unexpected_error_is_logged_once(
     assert caplog.text.count("ZeroDivisionError: a secret") == 1
     assert "ASGI" not in capfd.readouterr().err
     served.ok("/generate", {"text": PROMPT, "sampling_params": {"max_new_tokens": 1}})
+
+
+WEIGHTS = torch.zeros(1 << 15)
+"""128 KiB, which differ from those of all other tests."""
+
+
+class Weighs(CustomLogitProcessor):
+    """Forces the token whose weight is largest."""
+
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        logits[:, int(WEIGHTS.argmax())] += 1000.0
+        return logits
+
+
+class WeighsToo(Weighs):
+    """Another class with the same weights."""
+
+
+def test_artifacts(shipping: Served) -> None:
+    options: dict[str, Any] = {"temperature": 0, "max_new_tokens": 2}
+    WEIGHTS[shipping.tokens("y")[0]] = 1.0
+    string = serialize(Weighs, artifact_size=1 << 16)
+    digest = string.artifacts[0].digest
+    with Client(shipping.url) as client:
+        with pytest.raises(BadRequestError, match=f"the artifact {digest} is not here: upload its bytes") as refused:
+            client.generate(PROMPT, processor=to_text(string), **options)
+        assert refused.value.param == "custom_logit_processor"
+        assert [client.register(cls).id for cls in (Weighs, WeighsToo)] == ["Weighs@1", "WeighsToo@1"]
+        assert [each["digest"] for each in client_get(shipping, "/v1/artifacts")["data"]] == [digest]
+        for processor in ("Weighs", "WeighsToo", to_text(string), Weighs):
+            assert client.generate(PROMPT, processor=processor, **options).text == "yy"
+        details = client.processor("Weighs")
+        assert details.size is not None
+        assert details.size < 20_000
+        assert digest in str(details.source_note)
+
+
+def client_get(served: Served, path: str) -> Any:
+    answer = served.http.get(path)
+    assert answer.status_code == 200, answer.text
+    return answer.json()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +12,10 @@ import torch
 
 from logitship import CustomLogitProcessor
 from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
+from logitship.client.serialization.artifact import Artifact
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.client.serialization.serialize import serialize
-from logitship.server.processors.runnable_source import runnable_text
+from logitship.server.processors.runnable_source import runnable_text, uploaded_artifacts
 
 BIAS = torch.tensor([0.5, 1.5, 2.5])
 DIGITS = re.compile(r"\d+")
@@ -62,3 +65,30 @@ def test_source_that_a_client_wrote_is_unchanged() -> None:
 def test_unknown_names_of_sglang_are_kept() -> None:
     text = "from sglang.srt.sampling.custom_logit_processor import Odd as Even\n"
     assert runnable_text(SourceProcessor(text, "A", python="3.11")) == text
+
+
+WEIGHTS = torch.arange(1000.0)
+
+
+class Weighs(CustomLogitProcessor):
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        return logits + WEIGHTS[3] + len(DIGITS.findall("1"))
+
+
+def test_tensors_that_the_pickle_has_are_in_the_text() -> None:
+    source = serialize(Weighs).source
+    assert source is not None
+    assert len(source.artifacts) == 1
+    assert run(runnable_text(source), "Weighs")(torch.zeros(1, 1)).tolist() == [[4.0]]
+    assert uploaded_artifacts(source) == []
+
+
+def test_uploaded_artifacts_are_read_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = serialize(Weighs).source
+    assert source is not None
+    (artifact,) = source.artifacts
+    uploaded = replace(source, artifacts=(Artifact(artifact.digest),))
+    assert uploaded_artifacts(uploaded) == [artifact.digest]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / artifact.digest).write_bytes(WEIGHTS.numpy().tobytes())
+    assert run(runnable_text(uploaded), "Weighs")(torch.zeros(1, 1)).tolist() == [[4.0]]
