@@ -30,7 +30,8 @@ MAX_PROCESSOR_SIZE_FLAG = "--max-processor-size"
 """Flag of the server that limits processor strings."""
 
 LARGE_PROCESSOR_ADVICE = (
-    "Client.register uploads tensors and arrays once, as artifacts; a tokenizer is in __req__.tokenizer already"
+    "at logitship's own server, Client.register uploads tensors and arrays once, as artifacts; a tokenizer is in "
+    "__req__.tokenizer already"
 )
 """Advice for a processor string that is too long."""
 

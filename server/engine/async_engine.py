@@ -237,6 +237,7 @@ class AsyncEngine:
             prefix_blocks=prefixes.blocks,
             prefix_blocks_capacity=prefixes.capacity,
             registered_processors=self._library.num_registered,
+            artifact_bytes=self._library.artifacts.num_bytes,
             drafted=self._engine.num_drafted,
             deferred_calls=self._engine.num_deferred,
             tenant_step_seconds=self._shares.totals(MOST_TENANTS),

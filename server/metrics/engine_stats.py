@@ -46,6 +46,7 @@ class EngineStats:
         tenant_step_seconds: time of the calls of shipped processors, by tenant; those without a label as `other`.
         loads_running: shipped processors that are being loaded.
         loads_waiting: shipped processors that wait to be loaded.
+        artifact_bytes: memory of the artifacts that clients uploaded.
     """
 
     running: int
@@ -75,3 +76,4 @@ class EngineStats:
     tenant_step_seconds: Mapping[str, float] = field(default_factory=dict)
     loads_running: int = 0
     loads_waiting: int = 0
+    artifact_bytes: int = 0

@@ -98,6 +98,9 @@ def _processors(stats: EngineStats) -> Iterable[Metric]:
         stats.processor_cache_bytes,
     )
     yield GaugeMetricFamily("logitship_registered_processors", "Registered processors.", stats.registered_processors)
+    yield GaugeMetricFamily(
+        "logitship_artifact_bytes", "Size of the uploaded artifacts, in bytes.", stats.artifact_bytes
+    )
     yield CounterMetricFamily(
         "logitship_deferred_calls", "Calls of processors that a step did not wait for.", stats.deferred_calls
     )

@@ -23,7 +23,7 @@ import orjson
 from prometheus_client import Histogram
 
 from logitship.builtin_processors.params import PreparationUnavailable
-from logitship.client.errors import LARGE_PROCESSOR_ADVICE, MAX_PROCESSOR_SIZE_FLAG, ProcessorLoadError
+from logitship.client.errors import LARGE_PROCESSOR_ADVICE, ProcessorLoadError
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization import processor_string
 from logitship.client.serialization.artifact import missing_artifact
@@ -145,7 +145,7 @@ def _parse(value: Any, limit: int, at: str) -> ProcessorString:
     if len(text) > limit:
         raise RequestTooLarge(
             f"{at}: the processor string has {len(text)} bytes, this server takes at most {limit} "
-            f"({MAX_PROCESSOR_SIZE_FLAG}; {LARGE_PROCESSOR_ADVICE})",
+            f"(max_processor_size; {LARGE_PROCESSOR_ADVICE})",
             param=at,
         )
     if isinstance(value, str):

@@ -6,7 +6,7 @@ import ast
 from collections.abc import Sequence
 
 from logitship.client.check_report import CheckResult, Finding, Severity
-from logitship.client.errors import ProcessorLoadError, ProcessorSerializationError
+from logitship.client.errors import LARGE_PROCESSOR_ADVICE, ProcessorLoadError, ProcessorSerializationError
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import PYTHON, PickledProcessor, SourceProcessor, parse
 from logitship.client.serialization.syntax import parse as parse_source
@@ -84,7 +84,7 @@ def _too_large(environment: CheckEnvironment, size: int) -> list[Finding]:
     if size <= limit:
         return []
     seen = f"the processor string has {size:,} bytes; a server takes at most {limit:,} (--max-processor-size)"
-    advice = "Make large tables in __init__ or in the first call, instead of serializing them with the class."
+    advice = f"Make large tables in prepare, instead of serializing them with the class; {LARGE_PROCESSOR_ADVICE}."
     return [Finding(CHECK, Severity.WARNING, seen, advice, {"bytes": size, "limit": limit})]
 
 

@@ -561,7 +561,7 @@ FAULT = st.tuples(
     | st.lists(FAULT, max_size=3).map(lambda value: json.dumps(value).encode())
 )
 def test_read_faults_returns_valid_faults_or_raises(body: bytes) -> None:
-    processor = SandboxedProcessor("sha256:0", "", b"")
+    processor = SandboxedProcessor(SourceProcessor("class A: ...", "A"), "")
     try:
         parsed = read_faults(body, processor, 3)
     except ValueError:
@@ -571,14 +571,14 @@ def test_read_faults_returns_valid_faults_or_raises(body: bytes) -> None:
         assert 0 <= row < 3
         assert isinstance(fault, ProcessorFault)
         assert fault.kind in ("exception", "bad_result")
-        assert fault.digest == "sha256:0"
+        assert fault.digest == processor.digest
         assert len(fault.message) <= 8192
         assert len(fault.traceback) <= 8192
 
 
 def test_read_faults_rejects_deep_nesting() -> None:
     with pytest.raises(ValueError, match="depth limit"):
-        read_faults(b"[" * 60000, SandboxedProcessor("", "", b""), 3)
+        read_faults(b"[" * 60000, SandboxedProcessor(SourceProcessor("class A: ...", "A"), ""), 3)
 
 
 # The same batch, in this process and in sandboxes.

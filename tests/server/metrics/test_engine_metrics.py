@@ -25,6 +25,7 @@ STATS = EngineStats(
     tenant_step_seconds={"a": 1.5, "b": 0.25},
     loads_running=41,
     loads_waiting=42,
+    artifact_bytes=43,
 )
 
 
@@ -116,6 +117,7 @@ def test_engine_stats_are_read_at_each_scrape(read: Read) -> None:
     assert [read("sandboxes_ended_total", reason=reason) for reason in ("crash", "unloaded")] == [1, 4]
     assert read("deferred_calls_total") == 5
     assert read("forced_tokens_total") == 6
+    assert read("artifact_bytes") == 43
     assert [read("tenant_step_seconds_total", tenant=tenant) for tenant in ("a", "b")] == [1.5, 0.25]
 
 
