@@ -17,8 +17,9 @@ import orjson
 import pytest
 import torch
 
-from logitship.client.serialization.processor_string import PYTHON
+from logitship.client.serialization.processor_string import PYTHON, PickledProcessor, SourceProcessor
 from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sandbox.load_message import load_message
 from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Command, pack
 from logitship.sampler.sandbox.worker import Worker, serve
 
@@ -33,7 +34,7 @@ def source(body: str) -> bytes:
     """Return the body of LOAD for a class whose `__call__` has this body."""
     lines = "".join(f"        {line}\n" for line in body.splitlines())
     text = f"{HEADER_LINES}    def __call__(self, logits, custom_param_list=None):\n{lines}"
-    return marshal.dumps(("source", text, "P", b"", None))
+    return load_message(SourceProcessor(text, "P"))
 
 
 def attach(handle: int, output: tuple[int, ...] = (), **params: Any) -> bytes:
@@ -162,12 +163,12 @@ def test_faults_fit_into_an_answer(num_rows: int) -> None:
 @pytest.mark.parametrize(
     ("body", "says"),
     [
-        (marshal.dumps(("source", "1 / 0", "P", b"", None)), "ZeroDivisionError"),
-        (marshal.dumps(("source", "raise SystemExit(3)", "P", b"", None)), "SystemExit: 3"),
-        (marshal.dumps(("source", "raise KeyboardInterrupt", "P", b"", None)), "KeyboardInterrupt"),
-        (marshal.dumps(("source", "P = 1", "P", b"", None)), "not a class"),
-        (marshal.dumps(("pickled", b"no pickle", PYTHON)), "."),
-        (marshal.dumps(("pickled", dill.dumps(dict), PYTHON)), "CustomLogitProcessor"),
+        (load_message(SourceProcessor("1 / 0", "P")), "ZeroDivisionError"),
+        (load_message(SourceProcessor("raise SystemExit(3)", "P")), "SystemExit: 3"),
+        (load_message(SourceProcessor("raise KeyboardInterrupt", "P")), "KeyboardInterrupt"),
+        (load_message(SourceProcessor("P = 1", "P")), "not a class"),
+        (load_message(PickledProcessor(b"no pickle", PYTHON)), "."),
+        (load_message(PickledProcessor(dill.dumps(dict), PYTHON)), "CustomLogitProcessor"),
     ],
 )
 def test_load_errors(body: bytes, says: str) -> None:
