@@ -128,7 +128,7 @@ def chat(messages: Any, n: int | None, options: ChatOptions, *, stream: bool) ->
 
 
 @dataclass(frozen=True)
-class Registration:
+class RegisterRequests:
     """The requests that register a processor.
 
     Attributes:
@@ -140,7 +140,7 @@ class Registration:
     artifacts: tuple[Artifact, ...] = ()
 
 
-def register(processor: Any, name: str | None = None, *, artifact_size: int | None = ARTIFACT_SIZE) -> Registration:
+def register(processor: Any, name: str | None = None, *, artifact_size: int | None = ARTIFACT_SIZE) -> RegisterRequests:
     """Build the requests that upload a processor.
 
     Args:
@@ -154,7 +154,7 @@ def register(processor: Any, name: str | None = None, *, artifact_size: int | No
     form = orjson.loads(strings(processor, "processor"))
     query = "" if name is None else f"?name={quote(name, safe='')}"
     request = HttpRequest("POST", f"/v1/processors{query}", form, idempotent=True, largest=strings.largest)
-    return Registration(request, tuple(strings.artifacts))
+    return RegisterRequests(request, tuple(strings.artifacts))
 
 
 def find_artifact(digest: str) -> HttpRequest:

@@ -54,7 +54,7 @@ def too_large_message(cls: type, size: int, limit: int) -> str:
     largest = "; ".join(map(str, largest_contents(cls)))
     return (
         f"the processor string of class {cls.__qualname__} has {size:,} bytes, and the server takes at most {limit:,} "
-        f"({MAX_PROCESSOR_SIZE_FLAG}). Its largest contents: {largest}. {LARGE_PROCESSOR_ADVICE}"
+        f"({MAX_PROCESSOR_SIZE_FLAG}). Its largest contents: {largest}; {LARGE_PROCESSOR_ADVICE}"
     )
 
 

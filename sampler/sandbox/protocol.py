@@ -6,7 +6,7 @@ messages with a header of 16 bytes.
 
 ```
 server → sandbox                                            answer
-LOAD     the parts of a processor string                    LOADED (class description) or REFUSED (reason)
+LOAD     the parts of a processor string, its artifacts     LOADED (class description) or REFUSED (reason)
 ATTACH   a sequence: parameters, prompt, output so far      none
 FORK     a sequence, and the new sequence to copy it to     none
 DETACH   a removed sequence                                 none
@@ -49,8 +49,12 @@ import socket
 import struct
 from array import array
 from collections.abc import Sequence
+from dataclasses import astuple
 from enum import IntEnum
 from typing import Any
+
+from logitship.client.serialization.artifact import Artifact, ArtifactBytes, bytes_of
+from logitship.client.serialization.processor_string import LineRange, Listing, PickledProcessor, SourceProcessor
 
 HEADER = struct.Struct("<IIQ")
 """Command or answer, number of the call (0 if it has no answer), length of the body."""
@@ -109,6 +113,32 @@ class Answer(IntEnum):
 def pack(message: int, number: int, body: bytes = b"") -> bytes:
     """Return the bytes of a message: header and body."""
     return HEADER.pack(message, number, len(body)) + body
+
+
+def load_message(string: PickledProcessor | SourceProcessor) -> bytes:
+    """Return the body of LOAD for a processor.
+
+    Raises:
+        ProcessorLoadError: an artifact that it uses is not here.
+    """
+    if isinstance(string, SourceProcessor):
+        form = ("source", string.source, string.class_name, string.captured, string.python)
+        return marshal.dumps((bytes_of(string.artifacts), *form))
+    listing = string.listing
+    lines = None if listing is None else (listing.text, tuple(map(astuple, listing.ranges)))
+    return marshal.dumps((bytes_of(string.artifacts), "pickled", string.payload, string.python, lines))
+
+
+def shipped_string(body: bytes) -> PickledProcessor | SourceProcessor:
+    """Read the body of LOAD."""
+    contents, form, *parts = marshal.loads(body)
+    artifacts = tuple(Artifact(digest, ArtifactBytes(data)) for digest, data in contents.items())
+    if form == "source":
+        source, class_name, captured, python = parts
+        return SourceProcessor(source, class_name, captured, python, artifacts)
+    payload, python, lines = parts
+    listing = None if lines is None else Listing(lines[0], tuple(LineRange(*each) for each in lines[1]))
+    return PickledProcessor(payload, python, listing=listing, artifacts=artifacts)
 
 
 class ControlMessage(IntEnum):

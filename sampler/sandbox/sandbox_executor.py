@@ -32,9 +32,8 @@ from logitship.sampler.processors.executor import (
 from .deadline import BACKSTOP
 from .early_answers import AnswerReceiver
 from .first_calls import FirstCallCredit
-from .load_message import load_message
 from .priority import LOADING
-from .protocol import Answer, Command
+from .protocol import Answer, Command, load_message
 from .sandbox import Sandbox, SandboxDied
 from .sandbox_run import LONGEST_TEXT, SandboxedProcessor, SandboxRow, SandboxRun
 from .spare_sandboxes import SpareSandboxes

@@ -33,7 +33,6 @@ from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.promised_logits.promise_scan import reason_against_promises
 from logitship.sampler.sampling_params import SamplingParams
 
-from .load_message import shipped_string
 from .printed_text import PrintedText
 from .promised_call import PromisedCall
 from .protocol import (
@@ -46,6 +45,7 @@ from .protocol import (
     Answer,
     Command,
     pack,
+    shipped_string,
 )
 from .row_retry import RowRetry
 

@@ -149,7 +149,7 @@ async def _received(
     tenant = caller_of(request).tenant
     queued = engine.queued_bytes.open(tenant)
     try:
-        raw = await _read(request, _TooLarge(limit, flag), engine.config.request_body_timeout, queued)
+        raw = await _read(request, _BodyLimit(limit, flag), engine.config.request_body_timeout, queued)
         async with while_connected(request.receive):
             work = RequestWork(engine.pool, tenant, len(raw))
             value = await work.run_if_large(parse, raw, queued)
@@ -193,7 +193,7 @@ async def while_connected(receive: Receive) -> AsyncIterator[None]:
 
 
 @dataclass(frozen=True)
-class _TooLarge:
+class _BodyLimit:
     """The limit of a body's bytes.
 
     Attributes:
@@ -215,7 +215,7 @@ class _TooLarge:
             raise RequestTooLarge(f"the request body has more than {self.limit} bytes{flag}")
 
 
-async def _read(request: Request, limit: _TooLarge, timeout: float, queued: QueuedBody) -> bytes:
+async def _read(request: Request, limit: _BodyLimit, timeout: float, queued: QueuedBody) -> bytes:
     declared = request.headers.get("content-length", "")
     if declared.isdigit():
         limit.check(int(declared))

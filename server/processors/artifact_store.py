@@ -36,7 +36,7 @@ class StoredArtifact:
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _KeptBytes:
     content: ArtifactBytes
     created: int
 
@@ -65,7 +65,7 @@ class ArtifactStore:
         self._max_used = max_used
         self._clock = clock
         self._lock = threading.Lock()
-        self._tenants: defaultdict[str, OrderedDict[str, _Entry]] = defaultdict(
+        self._tenants: defaultdict[str, OrderedDict[str, _KeptBytes]] = defaultdict(
             OrderedDict
         )  # least recently used first
         self._contents: WeakValueDictionary[str, ArtifactBytes] = WeakValueDictionary()
@@ -89,7 +89,7 @@ class ArtifactStore:
             if digest not in own:
                 content = self._contents.get(digest) or ArtifactBytes(data)
                 self._evict_for(digest, content, tenant)
-                own[digest] = _Entry(content, int(self._clock()))
+                own[digest] = _KeptBytes(content, int(self._clock()))
                 self._contents[digest] = content
             own.move_to_end(digest)
             return _stored(digest, own[digest])
@@ -174,5 +174,5 @@ def _size(content: ArtifactBytes) -> int:
     return len(content.data) + _OVERHEAD
 
 
-def _stored(digest: str, entry: _Entry) -> StoredArtifact:
+def _stored(digest: str, entry: _KeptBytes) -> StoredArtifact:
     return StoredArtifact(digest, len(entry.content.data), entry.created)

@@ -12,7 +12,7 @@ from logitship import CustomLogitProcessor, ProcessorLoadError
 from logitship.client.serialization.artifact import Artifact
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.client.serialization.serialize import serialize
-from logitship.sampler.sandbox.load_message import load_message, shipped_string
+from logitship.sampler.sandbox.protocol import load_message, shipped_string
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 
 from .conftest import Caller

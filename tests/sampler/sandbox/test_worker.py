@@ -19,8 +19,7 @@ import torch
 
 from logitship.client.serialization.processor_string import PYTHON, PickledProcessor, SourceProcessor
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.sandbox.load_message import load_message
-from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Command, pack
+from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Command, load_message, pack
 from logitship.sampler.sandbox.worker import Worker, serve
 
 ROWS, VOCAB = 4, 6
