@@ -55,7 +55,7 @@ class ProcessorStrings:
             return _from_form(dict(processor), argument)
         cls = processor if isinstance(processor, type) else type(processor)
         if not callable(getattr(cls, "to_str", None)) and is_hugging_face(processor):
-            return self._serialize(from_hugging_face(processor))
+            return self._text_of(from_hugging_face(processor))
         if not callable(getattr(cls, "to_str", None)):
             raise TypeError(
                 f"{argument}: expected a CustomLogitProcessor class, a processor string, a form of one such as "
@@ -67,6 +67,9 @@ class ProcessorStrings:
                 f"{sorted(vars(processor))}: the server creates its own instance without them; put a request's "
                 "values in params"
             )
+        return self._text_of(cls)
+
+    def _text_of(self, cls: type) -> str:
         if cls not in self._of_class:
             self._of_class[cls] = self._serialize(cls)
         return self._of_class[cls]
