@@ -88,7 +88,8 @@ class HuggingFaceProcessor(CustomLogitProcessor):
         """Run each row's processor on its prompt and output."""
         import torch
 
-        for row, params in enumerate(custom_param_list or ()):
+        all_params: Any = custom_param_list or ()
+        for row, params in enumerate(all_params):
             request = params["__req__"]
             processor = self.processor_of(params)
             tokens = [*request.origin_input_ids, *request.output_ids]

@@ -9,11 +9,13 @@ One thing differs: for `\b`, superscripts do not belong to words, and combining 
 
 from __future__ import annotations
 
+import importlib
 import re
-import re._constants as sre  # type: ignore[import-not-found]
-import re._parser as sre_parser  # type: ignore[import-not-found]
 import warnings
 from typing import Any
+
+sre: Any = importlib.import_module("re._constants")  # without type stubs
+sre_parser: Any = importlib.import_module("re._parser")
 
 LONGEST_PATTERN = 1000
 """Maximum number of characters."""
