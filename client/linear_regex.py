@@ -42,7 +42,7 @@ _ASCII_CATEGORIES = {
     sre.CATEGORY_WORD: "[0-9A-Za-z_]",
     sre.CATEGORY_NOT_WORD: "[^0-9A-Za-z_]",
 }
-_REFUSED = {
+NEEDS_BACKTRACKING = {
     sre.ASSERT: "lookahead and lookbehind are",
     sre.ASSERT_NOT: "lookahead and lookbehind are",
     sre.GROUPREF: "references to groups are",
@@ -50,6 +50,7 @@ _REFUSED = {
     sre.ATOMIC_GROUP: "atomic groups are",
     sre.POSSESSIVE_REPEAT: "possessive repetitions are",
 }
+"""Operations of Python's parser that only a backtracking search can do, as the beginning of a message."""
 
 
 class LinearRegex:
@@ -123,8 +124,8 @@ class _Translator:
         return "".join(self._item(op, argument, flags, times, depth) for op, argument in items)
 
     def _item(self, op: Any, argument: Any, flags: int, times: int, depth: int) -> str:
-        if op in _REFUSED:
-            raise ValueError(f"{_REFUSED[op]} not supported: patterns are searched in linear time")
+        if op in NEEDS_BACKTRACKING:
+            raise ValueError(f"{NEEDS_BACKTRACKING[op]} not supported: patterns are searched in linear time")
         match op:
             case sre.BRANCH:
                 branches = (self.sequence(each, flags, times, depth + 1) for each in argument[1])

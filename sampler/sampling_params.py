@@ -64,6 +64,7 @@ def _budget(value: Any) -> Any:
 
 _CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "stop": _strings,
+    "stop_regex": _strings,
     "stop_token_ids": _token_ids,
     "eos_token_ids": _token_ids,
     "allowed_token_ids": _optional_token_ids,
@@ -110,6 +111,8 @@ class SamplingParams:
     """Maximum number of tokens between the start and the end of the model's thinking; then its end is forced. None or
     -1: no limit. Needs a server that knows the model's markers for start and end."""
     stop: Sequence[str] = ()
+    stop_regex: Sequence[str] = ()
+    """Regular expressions that end the output after the token with which one of them matches."""
     stop_token_ids: Collection[int] = frozenset()
     eos_token_ids: Collection[int] = frozenset()
     """End-of-sequence tokens of the model, filled in at admission."""
@@ -169,6 +172,7 @@ class SamplingParams:
             "must be an integer: 0 or greater, or -1 for no limit",
         )
         _require(all(self.stop), "stop", "must not contain an empty string")
+        _require(all(self.stop_regex), "stop_regex", "must not contain an empty pattern")
         _require(
             all(abs(bias) <= _FLOAT32_MAX for bias in self.logit_bias.values()),
             "logit_bias",

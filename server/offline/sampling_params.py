@@ -41,9 +41,9 @@ class SamplingParams(EngineSamplingParams):
     Stand-in for `vllm.SamplingParams`, hence the name; it extends the engine's own record of the same name,
     `logitship.sampler.sampling_params.SamplingParams`.
 
-    Fields with several values accept a list, a set, a tuple or None; `stop` and `bad_words` also accept a single
-    string. Unlike vLLM's class, it is immutable: `dataclasses.replace(params, temperature=0)` returns a changed copy.
-    Unsupported values are refused, not ignored.
+    Fields with several values accept a list, a set, a tuple or None; `stop`, `stop_regex` and `bad_words` also accept a
+    single string. Unlike vLLM's class, it is immutable: `dataclasses.replace(params, temperature=0)` returns a changed
+    copy. Unsupported values are refused, not ignored.
 
     Raises:
         InvalidSamplingParams: a ValueError; a value is out of range or not supported. Names the field.

@@ -240,9 +240,9 @@ class FinishReason:
     """The reason why a continuation ended. The client's counterpart is `logitship.client.records.FinishReason`.
 
     Attributes:
-        kind: `stop` (end token, stop token or stop string), `length`, `abort` (cancelled, or failed with `error`), or
-            `absent`, see `ABSENT`.
-        matched: for `stop`: the token id or the string that ended it.
+        kind: `stop` (end token, stop token, stop string or pattern), `length`, `abort` (cancelled, or failed with
+            `error`), or `absent`, see `ABSENT`.
+        matched: for `stop`: the token id, the string or the pattern that ended it.
         error: for `abort`: the error; None if it was cancelled.
     """
 

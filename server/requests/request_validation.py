@@ -16,6 +16,7 @@ from logitship.server.refusals import BadRequest, RequestRefused
 from logitship.server.tokenizer import Tokenizer
 
 from .messages import BeamSearch, GenerationRequest, ProcessorRequest
+from .stop_regex import compile_stop_regex
 
 Refused = TypeVar("Refused", bound=RequestRefused)
 
@@ -30,6 +31,8 @@ _MAX_TRACED_PROCESSORS = 16
 
 _MAX_STOP_STRINGS = 1024
 """Most stop strings of a request."""
+_MAX_STOP_PATTERNS = 32
+"""Most patterns of `stop_regex`, as in SGLang."""
 
 _MAX_STOP_TOKENS_OF_BEAMS = 64
 """Most stop tokens of a beam search. Each adds `width` candidates to every step."""
@@ -213,6 +216,7 @@ def check(request: GenerationRequest, limits: Limits, body_depth: int | None = N
         )
     if len(params.stop) > _MAX_STOP_STRINGS:
         raise BadRequest(f"has {len(params.stop)} strings, at most {_MAX_STOP_STRINGS} are allowed", param="stop")
+    _check_stop_regex(params.stop_regex)
     if body_depth is None or body_depth > _MAX_DEPTH:
         _check_depths(request)
     _check_tokens(params.stop_token_ids, "stop_token_ids", limits)
@@ -220,6 +224,15 @@ def check(request: GenerationRequest, limits: Limits, body_depth: int | None = N
     _check_tokens(requested, "logprob_token_ids", limits)
     _check_tokens(params.allowed_token_ids or (), "allowed_token_ids", limits)
     _check_tokens([token for word in params.bad_words_token_ids for token in word], "bad_words", limits)
+
+
+def _check_stop_regex(patterns: Sequence[str]) -> None:
+    if len(patterns) > _MAX_STOP_PATTERNS:
+        raise BadRequest(f"has {len(patterns)} patterns, at most {_MAX_STOP_PATTERNS} are allowed", param="stop_regex")
+    try:
+        compile_stop_regex(tuple(patterns))
+    except ValueError as error:
+        raise BadRequest(str(error), param="stop_regex") from None
 
 
 def check_with_plugins(params: SamplingParams, plugins: Iterable[Plugin]) -> None:

@@ -12,6 +12,7 @@ from logitship.server.tokenizer import Tokenizer
 
 from .detokenizer import IncrementalDetokenizer, StopMatch, StopStrings
 from .messages import FinishReason, GenerationChunk, TokenLogprobs
+from .stop_regex import StopRegexSearch, compile_stop_regex
 
 _CONTEXT_TOKENS = 5
 """Prompt tokens that the text of the first output token may depend on."""
@@ -71,9 +72,11 @@ class Sequence:
             skip_special_tokens=sampling_params.skip_special_tokens,
             spaces_between_special_tokens=sampling_params.spaces_between_special_tokens,
         )
+        stop_regex = compile_stop_regex(tuple(sampling_params.stop_regex))
         self._stop_strings = StopStrings(
-            tuple(sampling_params.stop), include=sampling_params.include_stop_str_in_output
+            (*sampling_params.stop, *stop_regex.literals), include=sampling_params.include_stop_str_in_output
         )
+        self._stop_regex = None if stop_regex.start is None else StopRegexSearch(stop_regex, stop_regex.start)
 
     @property
     def num_prompt(self) -> int:
@@ -159,7 +162,7 @@ class Sequence:
         self._emit(text, [token_id], [logprobs] if logprobs else [], [trace] if trace else [])
 
     def is_ended_by(self, token_id: int) -> bool:
-        """Return whether a token would end the sequence if it came next, except by completing a stop string."""
+        """Return whether a token would end the sequence if it came next, except by its text."""
         length = len(self.output_token_ids) + 1
         return length >= self._max_tokens or (
             length >= self.sampling_params.min_tokens and self._is_stop_token(token_id)
@@ -169,7 +172,7 @@ class Sequence:
         """Return whether a token would end the sequence if it came next."""
         if self.is_ended_by(token_id):
             return True
-        if not self.sampling_params.stop:
+        if not (self.sampling_params.stop or self.sampling_params.stop_regex):
             return False
         fork = self.fork(_noop)
         fork.append(token_id, None)
@@ -183,6 +186,7 @@ class Sequence:
         fork._sink = sink
         fork._detokenizer = self._detokenizer.fork()
         fork._stop_strings = copy.copy(self._stop_strings)
+        fork._stop_regex = copy.copy(self._stop_regex)
         return fork
 
     def finish(self, reason: FinishReason) -> None:
@@ -203,23 +207,31 @@ class Sequence:
             return text
         piece = self._detokenizer.push(token_id)
         if len(self.output_token_ids) <= params.min_tokens and params.min_tokens > 0:
-            # Stop strings are only searched for in the text after the first `min_tokens` tokens.
+            # Stop strings and patterns are only searched for in the text after the first `min_tokens` tokens.
+            if self._stop_regex is not None:
+                self._stop_regex.skip(piece)
             return piece
-        return self._cut_at_stop_string(piece)
+        return self._search_stop(piece)
 
     def _is_stop_token(self, token_id: int) -> bool:
         return self.sampling_params.is_end_token(token_id)
 
-    def _cut_at_stop_string(self, piece: str) -> str:
+    def _search_stop(self, piece: str) -> str:
+        """Search for stop strings and patterns in new text. Returns the text that is final now."""
         found = self._stop_strings.push(piece)
         if isinstance(found, StopMatch):
             self.finish_reason = FinishReason("stop", found.matched)
             return found.text
-        return found
+        pattern = None if self._stop_regex is None else self._stop_regex.push(piece)
+        if pattern is None:
+            return found
+        self.finish_reason = FinishReason("stop", pattern)
+        # The sequence keeps its text, as in SGLang: also what was held back.
+        return found + self._stop_strings.flush() + self._detokenizer.flush()
 
     def _flush(self) -> str:
         """Return the text that the detokenizer and the stop strings held back."""
-        text = self._cut_at_stop_string(self._detokenizer.flush())
+        text = self._search_stop(self._detokenizer.flush())
         return text if self.finish_reason and self.finish_reason.kind == "stop" else text + self._stop_strings.flush()
 
     def _emit(self, text: str, token_ids: list[int], logprobs: list[TokenLogprobs], traces: list[RowTrace]) -> None:

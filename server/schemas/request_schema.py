@@ -29,6 +29,10 @@ MAX_STOP_STRINGS = 1024
 """Most stop strings of a request."""
 MAX_STOP_LENGTH = 1024
 """Most characters of a stop string: so much of the output may be held back, and is searched in every step."""
+MAX_STOP_PATTERNS = 32
+"""Most patterns of `stop_regex`, as in SGLang."""
+MAX_STOP_PATTERN_LENGTH = 256
+"""Most characters of a pattern of `stop_regex`, as in SGLang."""
 MAX_STOP_TOKENS = 4096
 """Most stop tokens of a request."""
 MAX_BIASES = 1 << 16
@@ -173,6 +177,11 @@ def _stop_strings(value: Any) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 
 
+def _stop_patterns(value: Any) -> tuple[str, ...]:
+    value = one_or_list(str, "a string", MAX_STOP_PATTERNS, MAX_STOP_PATTERN_LENGTH)(value)
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
 def _token_biases(value: Any) -> dict[int, float]:
     if not isinstance(value, dict):
         raise ValueError("must be an object of token ids and numbers")
@@ -250,6 +259,14 @@ StopStrings = Annotated[
         json_schema_input_type=_StopString | Annotated[list[_StopString], Field(max_length=MAX_STOP_STRINGS)],
     ),
 ]
+_StopPattern = Annotated[str, Field(max_length=MAX_STOP_PATTERN_LENGTH)]
+StopPatterns = Annotated[
+    tuple[str, ...],
+    PlainValidator(
+        _stop_patterns,
+        json_schema_input_type=_StopPattern | Annotated[list[_StopPattern], Field(max_length=MAX_STOP_PATTERNS)],
+    ),
+]
 StopTokenIds = Annotated[
     list[int],
     PlainValidator(
@@ -306,6 +323,7 @@ class SamplingFields(RequestModel):
         "presence_penalty": 0.5,
         "repetition_penalty": 1.1,
         "stop": ["\n\n"],
+        "stop_regex": "[.!?]\\s*$",
         "stop_token_ids": [198],
         "ignore_eos": True,
         "skip_special_tokens": False,
@@ -344,6 +362,9 @@ class SamplingFields(RequestModel):
     """For tokens in the prompt and the output: divides positive logits and multiplies negative ones."""
     stop: StopStrings = ()
     """Strings that end the output."""
+    stop_regex: StopPatterns = ()
+    """Regular expressions that end the output after the token with which one of them matches, in Python's syntax
+    without lookaround and references. The text stays whole. A pattern without special characters is a stop string."""
     stop_token_ids: StopTokenIds = Field(default=[])
     """Tokens that end the output, in addition to the model's end tokens."""
     ignore_eos: bool = False

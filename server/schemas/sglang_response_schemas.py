@@ -19,12 +19,12 @@ TokenLogprobEntry: TypeAlias = Annotated[
 
 @documented({"type": "stop", "matched": 2})
 class StopReason(TypedDict):
-    """Ended by an end token, a stop token or a stop string."""
+    """Ended by an end token, a stop token, a stop string or a stop pattern."""
 
     type: Literal["stop"]
     """Kind of reason."""
     matched: int | str | None
-    """The matched token id or string."""
+    """The matched token id, string or pattern."""
 
 
 @documented({"type": "length", "length": 4})

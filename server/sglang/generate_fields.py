@@ -125,7 +125,7 @@ def sampling_params_of(params: Any, uses: Sequence[ProcessorUse], eos_token_ids:
     Raises:
         ValueError: SGLang accepts a value that logitship does not; names it.
     """
-    stop = params.stop_strs or ()
+    stop, patterns = params.stop_strs or (), params.stop_regex_strs or ()
     return SamplingParams(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -138,6 +138,7 @@ def sampling_params_of(params: Any, uses: Sequence[ProcessorUse], eos_token_ids:
         max_tokens=params.max_new_tokens,
         min_tokens=params.min_new_tokens,
         stop=[stop] if isinstance(stop, str) else list(stop),
+        stop_regex=[patterns] if isinstance(patterns, str) else list(patterns),
         stop_token_ids=params.stop_token_ids or (),
         eos_token_ids=eos_token_ids,
         ignore_eos=params.ignore_eos,

@@ -353,6 +353,8 @@ def test_queue_is_bounded(make_engine: BuildEngine) -> None:
         (request(n=0), "n"),
         (request(max_tokens=508), "max_tokens"),
         (request(max_tokens=None, min_tokens=508), "min_tokens"),
+        (request(stop_regex=["a+"] * 33), "stop_regex"),
+        (request(stop_regex=["(?<=a)b"]), "stop_regex"),
         (request(stop_token_ids=frozenset({260})), "stop_token_ids"),
         (request(logit_bias={-1: 1.0}), "logit_bias"),
         (request(allowed_token_ids=frozenset({999})), "allowed_token_ids"),
@@ -489,6 +491,18 @@ def test_stop_strings_across_tokens(make_engine: BuildEngine) -> None:
     assert included.text == "one END"
     assert trimmed.finish_reason == FinishReason("stop", "END")
     assert all("E" not in chunk.text for chunk in trimmed.chunks)
+
+
+def test_stop_regex_of_each_continuation(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+
+    async def stopped(**params: Any) -> Result:
+        return await generate(engine, writing("a", "one END two", engine, max_tokens=100, **params))
+
+    result = run(stopped(stop_regex="x|E[A-Z]+D"))
+    assert [chunk.text for chunk in result.chunks] == list("one END")
+    assert result.finish_reason == FinishReason("stop", "x|E[A-Z]+D")
+    assert run(stopped(stop_regex="E[A-Z]+D", min_tokens=7)).text == "one END twoone END"
 
 
 def test_character_of_several_tokens(make_engine: BuildEngine) -> None:

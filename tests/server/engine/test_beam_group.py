@@ -591,6 +591,18 @@ def test_stop_strings(make_engine: BuildEngine, loaded_model: LoadedModel) -> No
         assert stop not in without.text
 
 
+def test_stop_regex(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
+    """The pattern matches with the most likely first token, so it acts like an end token."""
+    search, pattern, token = BeamSearch(3, 0.0), "[N]", 49
+    expected = reference(loaded_model, [5, 6, 7, 8], search, 8, ends=frozenset({1, token}))
+    wanted: dict[str, Any] = {"search": search, "n": 3, "stop_regex": [pattern], "stop_token_ids": (), "max_tokens": 8}
+    answer = run(generate(make_engine(), request(**wanted)))
+    assert found(answer) == expected
+    assert {chunk.finish_reason for chunk in answer} > {FinishReason("stop", pattern)}
+    for chunk in answer:
+        assert ("N" in chunk.text) is (chunk.finish_reason == FinishReason("stop", pattern))
+
+
 def test_stop_string_across_tokens(make_engine: BuildEngine) -> None:
     engine = make_engine()
     wanted: dict[str, Any] = {"search": BeamSearch(3, 0.0), "n": 3, "stop_token_ids": (), "max_tokens": 8}

@@ -123,6 +123,7 @@ def random_params(generator: random.Random) -> dict[str, Any]:
     """Return sampling parameters: about a third of each kind."""
     choices: list[dict[str, Any]] = [
         {"stop": generator.sample(["e", "f", "mem", "rst_", "was"], k=2)},
+        {"stop_regex": generator.sample(["[e-h]$", "m.m", "(?i)RST_+", r"\bwas", "\\d+[a-z]"], k=2)},
         {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},
         {"min_tokens": 6, "stop_token_ids": list(range(80, 100))},
         {"logprobs": 2},

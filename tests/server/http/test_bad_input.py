@@ -58,10 +58,9 @@ def _cases() -> Iterator[Case]:
     yield from _everywhere("temprature", 1, says="unknown field")
     yield from _sampling("temperatur", 1, says="did you mean temperature?")
     yield from _everywhere("lora_path", "x", says="lora_path: is not supported")
-    for param in ("stop_regex", "beam_width"):
-        yield Case(
-            GENERATE, {"sampling_params": {param: "x"}}, f"sampling_params.{param}", says=f"{param}: is not supported"
-        )
+    yield Case(
+        GENERATE, {"sampling_params": {"beam_width": "x"}}, "sampling_params.beam_width", says="beam_width: is not supp"
+    )
     for param in ("image_data", "session_params", "return_hidden_states", "input_embeds"):
         yield Case(GENERATE, {param: "x"}, param, says=f"{param}: is not supported")
     yield Case(COMPLETIONS, {"suffix": "x"}, "suffix", says="not supported")
@@ -91,6 +90,12 @@ def _cases() -> Iterator[Case]:
     yield from _sampling("stop", 5, says="string")
     yield from _sampling("stop", ["a", None], says="string")
     yield from _sampling("stop", "", says="empty")
+    yield from _sampling("stop_regex", 5, says="string")
+    yield from _sampling("stop_regex", "", says="empty")
+    yield from _sampling("stop_regex", ["a+", "(b"], says="'(b': not a regular expression: missing )")
+    yield from _sampling("stop_regex", "(?=a)", says="lookahead and lookbehind are not supported")
+    yield from _sampling("stop_regex", r"(a)\1", says="references to groups are not supported")
+    yield from _sampling("stop_regex", "a.{500}", says="more than 500 characters and operators")
     yield from _sampling("stop_token_ids", [1.0], says="token ids")
     yield from _sampling("stop_token_ids", 5, says="token ids")
     yield from _sampling("bad_words", "no", says="list")

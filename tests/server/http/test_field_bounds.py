@@ -52,6 +52,8 @@ def cases() -> Iterator[tuple[str, Any, str]]:
         ("stop", ["x"] * 1025, "has 1025 entries, at most 1024"),
         ("stop", "x" * 1025, "a string of 1025 characters, at most 1024"),
         ("stop", ["a", "x" * 1025], "a string of 1025 characters, at most 1024"),
+        ("stop_regex", ["x"] * 33, "has 33 entries, at most 32"),
+        ("stop_regex", "x" * 257, "a string of 257 characters, at most 256"),
         ("stop_token_ids", [1] * 4097, "has 4097 entries, at most 4096"),
         ("bad_words", ["x"] * 1025, "has 1025 entries, at most 1024"),
         ("bad_words", ["x" * 257], "a string of 257 characters, at most 256"),

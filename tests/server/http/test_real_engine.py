@@ -245,6 +245,22 @@ def test_batch_with_n_is_ordered_by_prompt(served: Served) -> None:
     assert answers[0]["output_ids"] != answers[1]["output_ids"]
 
 
+def test_stop_regex(served: Served) -> None:
+    allowed = {"temperature": 0, "allowed_token_ids": served.tokens("a")}
+    body = {"text": PROMPT, "sampling_params": {**allowed, "max_new_tokens": 9, "stop_regex": ["b+", "a{3}$"], "n": 2}}
+    for ended in served.ok("/generate", body):
+        assert ended["text"] == "aaa"
+        assert ended["meta_info"]["finish_reason"] == {"type": "stop", "matched": "a{3}$"}
+    for path, prompt in (("/v1/completions", {"prompt": PROMPT}), ("/v1/chat/completions", {"messages": MESSAGES})):
+        wanted = {**prompt, **allowed, "max_tokens": 9, "stop_regex": "a{3}$"}
+        choice = served.ok(path, wanted)["choices"][0]
+        assert choice.get("text", choice.get("message", {}).get("content")) == "aaa"
+        assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "a{3}$")
+        events = [event["choices"][0] for event in served.events(path, wanted)]
+        texts = [event.get("text") or event.get("delta", {}).get("content") or "" for event in events]
+        assert [text for text in texts if text] == ["a", "a", "a"]
+
+
 def test_openai_sdk(served: Served) -> None:
     sampling: dict[str, Any] = {"model": "tiny", "max_tokens": 16, "temperature": 1.0, "seed": 3}
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client:

@@ -32,7 +32,7 @@ def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
         ("x", SamplingParams(allowed_token_ids=[999]), InvalidRequest, "allowed_token_ids: token id 999"),
         ("x", SamplingParams(bad_words=[" "]), ValueError, "bad_words: must not contain an empty string"),
         ("x", {"temprature": 1}, InvalidRequest, r"sampling_params\[1\].temprature: .* did you mean temperature"),
-        ("x", {"stop_regex": "x"}, InvalidRequest, r"sampling_params\[1\].stop_regex: is not supported"),
+        ("x", {"stop_regex": "(?=x)"}, InvalidRequest, r"stop_regex: '\(\?=x\)': lookahead"),
         ("x", {"max_new_tokens": 600, "min_new_tokens": 600}, InvalidRequest, r"\[1\].max_new_tokens: asks for 600"),
         ("x", "greedy", TypeError, r"sampling_params\[1\]: expected logitship.SamplingParams or a dict, not str"),
         ("x", SamplingParams(custom_logit_processor=3), TypeError, "custom_logit_processor: expected a CustomLogit"),

@@ -96,6 +96,7 @@ def test_sglang_names() -> None:
             "sampling_seed": 7,
             "no_stop_trim": True,
             "stop": "a",
+            "stop_regex": "b+",
             "logit_bias": {"3": 1.0},
             "custom_params": {"a": 1},
             "custom_logit_processor": "x",
@@ -110,6 +111,7 @@ def test_sglang_names() -> None:
         seed=7,
         include_stop_str_in_output=True,
         stop=["a"],
+        stop_regex=["b+"],
         logit_bias={3: 1.0},
         custom_params={"a": 1},
         custom_logit_processor="x",
@@ -126,8 +128,8 @@ def test_sglang_defaults_and_seed_alias() -> None:
 
 
 def test_sglang_errors_name_the_path() -> None:
-    with pytest.raises(BadRequest, match=r"here.stop_regex: is not supported"):
-        SamplingParams.from_sglang({"stop_regex": "a"}, "here")
+    with pytest.raises(BadRequest, match=r"here.beam_width: is not supported"):
+        SamplingParams.from_sglang({"beam_width": 2}, "here")
     with pytest.raises(BadRequest, match=r"here.top_k: "):
         SamplingParams.from_sglang({"top_k": "5"}, "here")
 

@@ -112,6 +112,7 @@ def make_req() -> MakeReq:
             max_new_tokens=tokens,
             min_new_tokens=0,
             stop_strs=[],
+            stop_regex_strs=[],
             stop_token_ids=None,
             ignore_eos=False,
             no_stop_trim=False,

@@ -107,10 +107,12 @@ def test_which_processors_only_forbid(string: str, expected: bool) -> None:
 def test_sampling_params(make_req: MakeReq) -> None:
     params = make_req(tokens=9).sampling_params
     params.stop_strs, params.logit_bias, params.stop_token_ids = "end", {"3": 1.5}, {4}
+    params.stop_regex_strs = ["a+", "b"]
     converted = sampling_params_of(params, (), frozenset({1}))
     assert converted.max_tokens == 9
     assert converted.top_k == -1
     assert converted.stop == ("end",)
+    assert converted.stop_regex == ("a+", "b")
     assert converted.logit_bias == {3: 1.5}
     assert converted.stop_token_ids == {4}
     assert converted.eos_token_ids == {1}
