@@ -8,15 +8,18 @@ in SGLang. What needs backtracking (lookaround, references to groups, atomic gro
 from __future__ import annotations
 
 import re
-import re._compiler as sre_compiler  # type: ignore[import-not-found]
-import re._constants as sre  # type: ignore[import-not-found]
-import re._parser as sre_parser  # type: ignore[import-not-found]
 import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
+from importlib import import_module
 from typing import Any
 
 from logitship.client.linear_regex import NEEDS_BACKTRACKING
+
+# Type checkers do not know the modules of Python's regular expressions.
+sre_compiler: Any = import_module("re._compiler")
+sre: Any = import_module("re._constants")
+sre_parser: Any = import_module("re._parser")
 
 LARGEST_STOP_REGEX = 500
 """Maximum size of a request's patterns: their characters and operators, with repetitions written out. A character of
