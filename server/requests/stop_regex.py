@@ -75,11 +75,11 @@ class CompiledStopRegex:
                 raise ValueError(f"{pattern!r}: {error}") from None
         self.literals = tuple(literals)
         self._begins = [(begin, 0) for begin in begins]
-        self._cache: dict[frozenset[_Path], _State] = {}
+        self._cache: dict[frozenset[_Path], _AutomatonState] = {}
         self._num_cached = 0
         self.start = self._state([], None) if begins else None
 
-    def step(self, state: _State, character: str) -> _State:
+    def step(self, state: _AutomatonState, character: str) -> _AutomatonState:
         """Return the state after the next character."""
         following = state.following.get(character)
         if following is None:
@@ -88,7 +88,7 @@ class CompiledStopRegex:
             state.following[character] = following
         return following
 
-    def start_after(self, character: str) -> _State:
+    def start_after(self, character: str) -> _AutomatonState:
         """Return the state before a text that follows a character, with which no match begins."""
         return self._state([], character)
 
@@ -96,7 +96,7 @@ class CompiledStopRegex:
         """Return a pattern, or None for the index that means none."""
         return None if index == _NONE else self._patterns[index]
 
-    def _state(self, paths: Iterable[_Path], previous: str | None) -> _State:
+    def _state(self, paths: Iterable[_Path], previous: str | None) -> _AutomatonState:
         """Return the state with these paths and those that begin here, followed to the next characters."""
         pending = [*self._begins, *paths]
         reached: set[_Node] = set()
@@ -123,7 +123,7 @@ class CompiledStopRegex:
         state = self._cache.get(key)
         if state is None:
             self._count(len(key))
-            state = self._cache[key] = _State(key)
+            state = self._cache[key] = _AutomatonState(key)
         return state
 
     def _count(self, size: int) -> None:
@@ -146,7 +146,7 @@ def compile_stop_regex(patterns: tuple[str, ...]) -> CompiledStopRegex:
 class StopRegexSearch:
     """Searches the stop patterns in text that arrives in pieces. The time of a piece grows with its length alone."""
 
-    def __init__(self, compiled: CompiledStopRegex, start: _State) -> None:
+    def __init__(self, compiled: CompiledStopRegex, start: _AutomatonState) -> None:
         self._compiled = compiled
         self._state = start
 
@@ -188,7 +188,7 @@ _Path = tuple[_Node, int]
 """A node that the text so far leads to, and the conditions on the rest of the text."""
 
 
-class _State:
+class _AutomatonState:
     """All paths of the automaton at a position of the text.
 
     Attributes:
@@ -203,7 +203,7 @@ class _State:
     def __init__(self, paths: frozenset[_Path]) -> None:
         ends = [(node.pattern, conditions) for node, conditions in paths if node.pattern is not None]
         self.paths = paths
-        self.following: dict[str, _State] = {}
+        self.following: dict[str, _AutomatonState] = {}
         self.found = min((pattern for pattern, conditions in ends if not conditions), default=_NONE)
         self.found_at_end = min(
             (pattern for pattern, conditions in ends if not conditions & _FAILS_AT_END), default=_NONE
