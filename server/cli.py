@@ -16,8 +16,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 from logitship.server.check.command import add_arguments as add_check_arguments
 from logitship.server.check.command import run_command as run_check_command
-from logitship.server.dev.command import add_arguments as add_dev_arguments
-from logitship.server.dev.command import run_command as run_dev_command
+from logitship.server.dev.dev_command import add_arguments as add_dev_arguments
+from logitship.server.dev.dev_command import run_command as run_dev_command
 
 from .config import ServerConfig
 from .doctor import run_doctor_command

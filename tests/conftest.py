@@ -77,7 +77,7 @@ SLOW = (
     "sampler/sandbox",
     "sandbox",
     "server/check",
-    "server/dev/test_command.py",
+    "server/dev/test_dev_command.py",
     "server/engine/test_speculative_decoding.py",
     "server/http/test_documentation.py",
     "server/http/test_fuzz.py",

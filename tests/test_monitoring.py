@@ -81,6 +81,7 @@ def test_documented_metrics_are_on_the_dashboard() -> None:
         "logitship_prefix_cache_blocks",
         "logitship_prefix_cache_capacity_blocks",
         "logitship_processor_cache_bytes",
+        "logitship_artifact_bytes",
         "logitship_processor_calls_total",
     }
     missing = {name for row in rows_of_page() if (name := row[0].strip("`")) not in queries}

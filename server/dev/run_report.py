@@ -80,7 +80,7 @@ def _cut(text: str, width: int) -> str:
 
 
 def with_source_lines(text: str, paths: Sequence[Path]) -> str:
-    """Add the author's paths and source lines to a traceback, which has neither.
+    """Show the author's paths in a traceback, and source lines where it has none.
 
     Args:
         text: the traceback.
@@ -88,7 +88,8 @@ def with_source_lines(text: str, paths: Sequence[Path]) -> str:
     """
     known = {path.name: path for path in paths}
     lines: list[str] = []
-    for line in text.splitlines():
+    given = text.splitlines()
+    for line, following in zip(given, [*given[1:], ""], strict=True):
         found = _FRAME.match(line)
         path = known.get(found[1]) if found else None
         if found is None or path is None:
@@ -96,7 +97,8 @@ def with_source_lines(text: str, paths: Sequence[Path]) -> str:
             continue
         lines.append(line.replace(f'"{found[1]}"', f'"{shown_path(path)}"', 1))
         linecache.checkcache(str(path))
-        if source := linecache.getline(str(path), int(found[2])).strip():
+        source = linecache.getline(str(path), int(found[2])).strip()
+        if source and not following.startswith("    "):
             lines.append(f"    {source}")
     return "\n".join(lines)
 

@@ -232,6 +232,7 @@ class ModelInfoResponse(TypedDict):
         "processor_cache_evictions": 0,
         "processor_cache_entries": 2,
         "processor_cache_bytes": 3174,
+        "artifact_bytes": 0,
         "prefix_tokens_asked": 1450,
         "prefix_tokens_found": 720,
         "prefix_blocks": 46,
@@ -272,6 +273,8 @@ class InternalState(TypedDict):
     """Loaded shipped processors."""
     processor_cache_bytes: int
     """Total size of the loaded shipped processors, in bytes."""
+    artifact_bytes: int
+    """Total size of the uploaded artifacts, in bytes."""
     prefix_tokens_asked: int
     """Prompt tokens looked up in the prefix cache."""
     prefix_tokens_found: int

@@ -72,6 +72,7 @@ def internal_state_of(engine: AsyncEngine) -> InternalState:
         "processor_cache_evictions": stats.processor_cache_evictions,
         "processor_cache_entries": stats.processor_cache_entries,
         "processor_cache_bytes": stats.processor_cache_bytes,
+        "artifact_bytes": stats.artifact_bytes,
         "prefix_tokens_asked": stats.prefix_tokens_asked,
         "prefix_tokens_found": stats.prefix_tokens_found,
         "prefix_blocks": stats.prefix_blocks,

@@ -128,7 +128,8 @@ def test_error_shows_the_authors_line(folder: Path, make_terminal: MakeTerminal)
         "    logits[0] += custom_param_list[0]['bias']",
         "KeyError: 'bias'",
         "",
-        "processor Mine raised KeyError: 'bias'",
+        "processor Mine raised KeyError: 'bias' "
+        "(mine.py, line 7, in __call__: logits[0] += custom_param_list[0]['bias'])",
         'params: {"bia": 1}',
     ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from logitship.server import cli
-from logitship.server.dev import command, session, watching
+from logitship.server.dev import dev_command, session, watching
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.offline import llm as llm_module
 
@@ -181,7 +181,7 @@ def test_options_reach_the_session(folder: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(session, "DevSession", Session)
     arguments = ["--prompt", "a", "--prompt", "b", "--params", '{"x": 1}', "--max-tokens", "5", "--temperature", "0.5"]
     arguments += ["--seed", "9", "--completion", "--trace", "tables", "--once"]
-    assert cli.main(["dev", "mine.py", *arguments]) == command.OK
+    assert cli.main(["dev", "mine.py", *arguments]) == dev_command.OK
     assert seen == [
         session.DevOptions(
             prompts=["a", "b"],
