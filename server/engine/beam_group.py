@@ -58,6 +58,7 @@ class Beam(Sequence):
     def extend(self, candidate: Candidate, record: TokenLogprobs) -> None:
         """Append a candidate's token."""
         self.append(candidate.token_id, record)
+        self.emit()
         self.cumulative_logprob = candidate.cumulative_logprob
 
 

@@ -123,6 +123,7 @@ def _build(
         deferred=deferred,
         shares=shares,
         forced=ForcedRuns(sampler, config.max_forced_run),
+        on_emitted=active.deliver,
     )
     async_engine = AsyncEngine(
         config,

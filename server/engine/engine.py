@@ -36,6 +36,10 @@ _LONGEST_WAIT = 0.005
 """Seconds without a look at the inbox, where all running sequences wait for deferred calls."""
 
 
+def _noop() -> None:
+    pass
+
+
 class Engine:
     """Continuous batching: sequences are added and removed between steps.
 
@@ -48,6 +52,7 @@ class Engine:
         deferred: the calls of processors that steps do not wait for.
         shares: learns how long steps take.
         forced: finds forced tokens; None: none are looked for.
+        on_emitted: called after chunks were emitted in the middle of a step.
 
     Attributes:
         num_steps: steps so far.
@@ -67,12 +72,16 @@ class Engine:
         deferred: DeferredCalls | None = None,
         shares: TenantShares | None = None,
         forced: ForcedRuns | None = None,
+        on_emitted: Callable[[], None] = _noop,
     ) -> None:
         self._runner = runner
         self._sampler = sampler
         self._scheduler = scheduler
         self._batch = batch
         self._on_finished = on_finished
+        self._on_emitted = on_emitted
+        self._unemitted: list[Sequence] = []
+        """Sequences whose last tokens have no chunk yet."""
         self._clock = clock or StepClock()
         self._deferred = DeferredCalls() if deferred is None else deferred
         self._shares = shares or TenantShares()
@@ -125,13 +134,16 @@ class Engine:
             with self._guarded(plan):
                 self._update_batch(plan)
                 self._sampler.begin()
+                self._emit()  # while sandboxes work
                 plan = self._with_forced(plan)
                 logits = self._forward(plan)
                 self._advance(plan, logits)
                 self._sample(plan, logits)
                 self._finish_prompt_only(plan)
-        elif is_waiting:
-            self._deferred.collect(_LONGEST_WAIT)
+        else:
+            self._emit()
+            if is_waiting:
+                self._deferred.collect(_LONGEST_WAIT)
         return bool(plan) or is_waiting
 
     @contextlib.contextmanager
@@ -178,6 +190,15 @@ class Engine:
         if any(keys):
             for row_1, row_2 in adjacent_swaps(keys):
                 self._batch.swap(row_1, row_2)
+
+    def _emit(self) -> None:
+        """Emit the chunks of the last step's tokens."""
+        with self._clock.deliver:
+            unemitted, self._unemitted = self._unemitted, []
+            for sequence in unemitted:
+                sequence.emit()
+            if unemitted:
+                self._on_emitted()
 
     def _with_forced(self, plan: Plan) -> Plan:
         """Add the tokens that are certain now: one forward pass computes them with the last one."""
@@ -340,6 +361,7 @@ class Engine:
             sequence.append(sampled.token_ids[place], _public(record) if record else None, sampled.traces[place])
             if sequence.finish_reason is None:
                 running.append(row)
+                self._unemitted.append(sequence)
             else:
                 self._remove_finished(sequence)
         for group, results in searching.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import NamedTuple
 
 from logitship.sampler.processors.processor_groups import uses_of
 from logitship.sampler.sampling_params import SamplingParams
@@ -19,6 +20,22 @@ _CONTEXT_TOKENS = 5
 
 Sink = Callable[[GenerationChunk], None]
 """Takes the chunks of a request. Called on the engine thread."""
+
+
+class _Unemitted(NamedTuple):
+    """A sampled token without a chunk yet.
+
+    Attributes:
+        token_id: the token.
+        length: tokens of the output with it.
+        logprobs: its log-probabilities, if requested.
+        trace: its trace, if requested.
+    """
+
+    token_id: int
+    length: int
+    logprobs: TokenLogprobs | None
+    trace: RowTrace | None
 
 
 class Sequence:
@@ -64,6 +81,7 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         self.prompt_logprobs: list[TokenLogprobs] = []
         self._has_emitted = False
+        self._unemitted: list[_Unemitted] = []
         self._max_tokens = max_tokens
         self._sink = sink
         self._detokenizer = IncrementalDetokenizer(
@@ -152,14 +170,27 @@ class Sequence:
         return self.output_token_ids[-1:]
 
     def append(self, token_id: int, logprobs: TokenLogprobs | None, trace: RowTrace | None = None) -> None:
-        """Append a sampled token, check whether it ends the sequence, and emit a chunk."""
+        """Append a sampled token, and check whether it ends the sequence.
+
+        Its chunk is emitted now if it does, or if that depends on its text; else by the next `emit`, because sandboxes
+        should not wait for the detokenizer.
+        """
+        may_end = self._searches_text or self.is_ended_by(token_id)
         self.output_token_ids.append(token_id)
-        text = self._detokenize(token_id)
-        if self.finish_reason is None and len(self.output_token_ids) >= self._max_tokens:
-            text += self._flush()
-            # The last piece may complete a stop string, which then is the finish reason.
-            self.finish_reason = self.finish_reason or FinishReason("length")
-        self._emit(text, [token_id], [logprobs] if logprobs else [], [trace] if trace else [])
+        self._unemitted.append(_Unemitted(token_id, len(self.output_token_ids), logprobs, trace))
+        if may_end:
+            self.emit()
+
+    def emit(self) -> None:
+        """Emit the chunks of the tokens that have none yet."""
+        unemitted, self._unemitted = self._unemitted, []
+        for token_id, length, logprobs, trace in unemitted:
+            text = self._detokenize(token_id, length)
+            if self.finish_reason is None and length >= self._max_tokens:
+                text += self._flush()
+                # The last piece may complete a stop string, which then is the finish reason.
+                self.finish_reason = self.finish_reason or FinishReason("length")
+            self._emit(text, length, [token_id], [logprobs] if logprobs else [], [trace] if trace else [])
 
     def is_ended_by(self, token_id: int) -> bool:
         """Return whether a token would end the sequence if it came next, except by its text."""
@@ -172,7 +203,7 @@ class Sequence:
         """Return whether a token would end the sequence if it came next."""
         if self.is_ended_by(token_id):
             return True
-        if not (self.sampling_params.stop or self.sampling_params.stop_regex):
+        if not self._searches_text:
             return False
         fork = self.fork(_noop)
         fork.append(token_id, None)
@@ -183,6 +214,7 @@ class Sequence:
         fork = copy.copy(self)
         fork.output_token_ids = self.output_token_ids.copy()
         fork.slot = None
+        fork._unemitted = self._unemitted.copy()
         fork._sink = sink
         fork._detokenizer = self._detokenizer.fork()
         fork._stop_strings = copy.copy(self._stop_strings)
@@ -191,13 +223,19 @@ class Sequence:
 
     def finish(self, reason: FinishReason) -> None:
         """End the sequence for a reason that no token gave."""
+        self.emit()
         text = self._flush()
         self.finish_reason = reason
-        self._emit(text, [], [], [])
+        self._emit(text, len(self.output_token_ids), [], [], [])
 
-    def _detokenize(self, token_id: int) -> str:
+    @property
+    def _searches_text(self) -> bool:
+        """True if the text may end the sequence."""
+        return bool(self.sampling_params.stop or self.sampling_params.stop_regex)
+
+    def _detokenize(self, token_id: int, length: int) -> str:
         params = self.sampling_params
-        may_stop = len(self.output_token_ids) >= params.min_tokens
+        may_stop = length >= params.min_tokens
         if may_stop and self._is_stop_token(token_id):
             text = self._flush()
             if self.finish_reason is None:
@@ -206,7 +244,7 @@ class Sequence:
                     text += self._detokenizer.push(token_id) + self._detokenizer.flush()
             return text
         piece = self._detokenizer.push(token_id)
-        if len(self.output_token_ids) <= params.min_tokens and params.min_tokens > 0:
+        if length <= params.min_tokens and params.min_tokens > 0:
             # Stop strings and patterns are only searched for in the text after the first `min_tokens` tokens.
             if self._stop_regex is not None:
                 self._stop_regex.skip(piece)
@@ -234,7 +272,14 @@ class Sequence:
         text = self._search_stop(self._detokenizer.flush())
         return text if self.finish_reason and self.finish_reason.kind == "stop" else text + self._stop_strings.flush()
 
-    def _emit(self, text: str, token_ids: list[int], logprobs: list[TokenLogprobs], traces: list[RowTrace]) -> None:
+    def _emit(
+        self,
+        text: str,
+        completion_tokens: int,
+        token_ids: list[int],
+        logprobs: list[TokenLogprobs],
+        traces: list[RowTrace],
+    ) -> None:
         finished = self.finish_reason is not None
         prompt_logprobs = [] if self._has_emitted else self.prompt_logprobs.copy()
         self._has_emitted = True
@@ -249,7 +294,7 @@ class Sequence:
                 finish_reason=self.finish_reason,
                 prompt_tokens=self.num_prompt,
                 cached_tokens=self.num_copied,
-                completion_tokens=len(self.output_token_ids),
+                completion_tokens=completion_tokens,
                 receipts=tuple(use.receipt for use in uses_of(self.sampling_params)) if finished else (),
             )
         )
