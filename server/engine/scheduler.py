@@ -200,18 +200,19 @@ class Scheduler:
         return Plan(decode, prefill, started_at, self._without_chunk([*decode, *prefill]))
 
     def _prompt_chunks(self, selected: list[Sequence], budget: int) -> list[ScheduledChunk]:
-        """Plan at most `budget` prompt tokens, first for the tenants that had the fewest recently."""
+        """Plan at most `budget` prompt tokens, divided fairly between tenants."""
         computing = list(computing_prompts(selected))
-        if self._shares.is_shared and len(computing) > 1:
-            computing.sort(key=lambda sequence: self._shares.recent_prompt_tokens(sequence.tenant))
+        wanted = Counter[str]()
+        for sequence in computing:
+            wanted[sequence.tenant] += sequence.num_prompt - sequence.num_computed
+        left = self._shares.split_prompt_tokens(budget, wanted)
         chunks = []
         for sequence in computing:
-            if budget:
+            if left[sequence.tenant]:
                 # In every step: a sequence ahead of it may just have computed the same prefix.
                 self._restore_prefix(sequence)
-                chunk = ScheduledChunk(sequence, sequence.next_tokens(budget))
-                budget -= len(chunk.token_ids)
-                self._shares.charge_prompt(sequence.tenant, len(chunk.token_ids))
+                chunk = ScheduledChunk(sequence, sequence.next_tokens(left[sequence.tenant]))
+                left[sequence.tenant] -= len(chunk.token_ids)
                 chunks.append(chunk)
         return chunks
 

@@ -38,7 +38,7 @@ class _Use:
     """Recent use of a tenant.
 
     Attributes:
-        amount: seconds or tokens, those of the past with their weight.
+        amount: seconds, those of the past with their weight.
         at: time of the last change.
     """
 
@@ -99,7 +99,9 @@ class TenantShares:
         self._running: frozenset[str] = frozenset()
         self._usual_step = 0.0
         self._prompt_token = 0.0
-        self._prompts: dict[str, _Use] = {}
+        self._prompt_turns: dict[str, int] = {}
+        """Number of the last division of prompt tokens in which each tenant got some."""
+        self._turn = 0
         self._wait_until: float | None = None
 
     def begin_step(self, tenants: Collection[str]) -> None:
@@ -140,15 +142,31 @@ class TenantShares:
         affordable = int(PROMPT_SHARE * self._usual_step / self._prompt_token)
         return min(most, max(PROMPT_BLOCK, affordable // PROMPT_BLOCK * PROMPT_BLOCK))
 
-    def recent_prompt_tokens(self, tenant: str) -> float:
-        """Return the prompt tokens that were recently computed for a tenant, those of the past with their weight."""
-        use = self._prompts.get(tenant)
-        return use.at_time(self._clock()) if use else 0.0
+    def split_prompt_tokens(self, budget: int, wanted: Mapping[str, int]) -> dict[str, int]:
+        """Divide the prompt tokens of a step between tenants. Each gets as many, or all that it wants.
 
-    def charge_prompt(self, tenant: str, num_tokens: int) -> None:
-        """Account for prompt tokens that the next step computes."""
-        if self.is_shared:
-            self._prompts.setdefault(tenant, _Use(0.0, 0.0)).add(num_tokens, self._clock())
+        If there is no block for each of them, those are first that got none for the most steps. How many a tenant got
+        before makes no difference: else, a short prompt of one that has been alone would wait until a new one, with
+        long prompts, has had as many.
+
+        Args:
+            budget: most tokens of the step.
+            wanted: prompt tokens of each tenant that are not computed yet.
+        """
+        given = dict.fromkeys(wanted, 0)
+        hungry = sorted(wanted, key=lambda tenant: self._prompt_turns.get(tenant, 0))
+        least = PROMPT_BLOCK
+        while budget and hungry:
+            part = max(least, budget // len(hungry))
+            for tenant in hungry:
+                tokens = min(part, wanted[tenant] - given[tenant], budget)
+                given[tenant] += tokens
+                budget -= tokens
+            hungry = [tenant for tenant in hungry if given[tenant] < wanted[tenant]]
+            least = 1  # what the others have left
+        self._turn += 1
+        self._prompt_turns.update((tenant, self._turn) for tenant, tokens in given.items() if tokens)
+        return given
 
     def left(self, tenant: str, num_rows: int = 1) -> float:
         """See `StepPatience.left`."""

@@ -261,6 +261,23 @@ def test_prompts_of_tenants_take_turns(tokenizer: Tokenizer) -> None:
     assert engine.prompt_tokens["short"] == 16
 
 
+def test_earlier_prompts_do_not_delay_a_short_one(tokenizer: Tokenizer) -> None:
+    shares = TenantShares()
+    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=16, shares=shares)
+    shares.begin_step({"a", "b"})
+    for number in range(5):
+        engine.add(f"earlier{number}", 1, [5 + number] * 48, 1, tenant="b")
+        for _ in range(3):
+            engine.step()
+    engine.add("long", 1, [9] * 60, 1, tenant="a")
+    engine.step()
+    engine.add("short", 1, [10] * 16, 1, tenant="b")
+    engine.step()
+    engine.step()
+    assert engine.prompt_tokens["short"] == 16
+    assert engine.prompt_tokens["long"] < 60
+
+
 def test_prompts_take_half_of_a_step_beside_other_tenants(tokenizer: Tokenizer) -> None:
     shares = TenantShares()
     shares.observe_step(0.1)

@@ -119,12 +119,27 @@ def test_some_prompt_tokens_are_always_computed(shares: TenantShares) -> None:
     assert shares.num_prompt_tokens(256) == PROMPT_BLOCK
 
 
-def test_recent_prompt_tokens_fade(shares: TenantShares, clock: Clock) -> None:
-    shares.charge_prompt("a", 100)
-    assert shares.recent_prompt_tokens("a") == 0
-    shares.begin_step({"a", "b"})
-    shares.charge_prompt("a", 100)
-    assert shares.recent_prompt_tokens("a") == 100
-    clock.now += WINDOW
-    assert shares.recent_prompt_tokens("a") == pytest.approx(100 / math.e)
-    assert shares.recent_prompt_tokens("b") == 0
+@pytest.mark.parametrize(
+    ("budget", "wanted", "given"),
+    [
+        (64, {"a": 100}, {"a": 64}),
+        (64, {"a": 100, "b": 100}, {"a": 32, "b": 32}),
+        (64, {"a": 100, "b": 10}, {"a": 54, "b": 10}),
+        (64, {"a": 5, "b": 100, "c": 25}, {"a": 5, "b": 34, "c": 25}),
+        (24, {"a": 100, "b": 100}, {"a": 16, "b": 8}),
+        (64, {}, {}),
+    ],
+)
+def test_prompt_tokens_of_a_step_are_divided(
+    shares: TenantShares, budget: int, wanted: dict[str, int], given: dict[str, int]
+) -> None:
+    assert shares.split_prompt_tokens(budget, wanted) == given
+
+
+def test_tenants_without_prompt_tokens_are_next(shares: TenantShares) -> None:
+    wanted = {"a": 100, "b": 100, "c": 100}
+    turns = [shares.split_prompt_tokens(PROMPT_BLOCK, wanted) for _ in range(6)]
+    assert [next(tenant for tenant, tokens in turn.items() if tokens) for turn in turns] == list("abcabc")
+    assert all(sum(turn.values()) == PROMPT_BLOCK for turn in turns)
+    # A new one is before all.
+    assert shares.split_prompt_tokens(PROMPT_BLOCK, {**wanted, "new": 20})["new"] == PROMPT_BLOCK
