@@ -2,8 +2,8 @@
 
     python benchmarks/noisy_neighbours.py --only cancel_storm spinners
 
-Each hostile client (`hostile_clients.py`) gets a server of its own, with the defaults, four API keys, and shipped
-processors enabled. Two honest keys stream without an end, one with a shipped processor; a third request at a time
+Each hostile client (`hostile_clients.py`) gets a server of its own, with the defaults but for a small prefix cache, four API
+keys, and shipped processors enabled. Two honest keys stream without an end, one with a shipped processor; a third request at a time
 measures the time to first token, and `/health` is asked. First they are alone, then beside the hostile client. Ratios
 are those of the second time to the first.
 
@@ -45,6 +45,7 @@ FLAGS = (
     *("--api-key", KEYS["honest"], KEYS["hostile"]),
     *("--shipping-api-key", KEYS["ships"], KEYS["hostile ships"]),
     *("--enable-custom-logit-processor", "--log-level", "warning"),
+    *("--prefix-cache-bytes", "32MiB"),  # full soon, so that what is left over later shows
 )
 SETTLE = 5.0
 """Seconds between the end of the attack and the look at what is left."""
@@ -179,11 +180,17 @@ class HonestClients:
             for task in tasks:
                 task.cancel()
 
-    async def fill_batch(self) -> None:
-        """Fill the batch with long prompts once, so that the server has the working memory that it will need anyway."""
-        ids = [[1000 + (number * 7919 + place * 31) % 40_000 for place in range(300)] for number in range(40)]
-        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 20, "ignore_eos": True}}
-        response = await self._http.post("/generate", json=body, headers=_headers("honest"))
+    async def fill_caches(self) -> None:
+        """Use the arrays for keys and values once to their ends: the system provides memory when it is first used."""
+        ids = [1000 + place * 31 % 40_000 for place in range(1900)]
+        sampling = {"max_new_tokens": 4, "ignore_eos": True}
+        bodies = {"honest": {**sampling, "n": 28}, "ships": {**sampling, "n": 4}}  # 32 in all, 4 of them reserved
+        async with asyncio.TaskGroup() as group:
+            for key, params in bodies.items():
+                group.create_task(self._generate(key, {"input_ids": ids, "sampling_params": params}))
+
+    async def _generate(self, key: str, body: dict[str, Any]) -> None:
+        response = await self._http.post("/generate", json=body, headers=_headers(key))
         response.raise_for_status()
 
     async def measure(self, seconds: float) -> Times:
@@ -266,7 +273,7 @@ async def attacked(server: SoakServer, name: str, options: argparse.Namespace) -
     limits = httpx.Limits(max_connections=50)
     async with httpx.AsyncClient(base_url=server.base_url, timeout=300, limits=limits) as http:
         honest = HonestClients(server.base_url, http)
-        await honest.fill_batch()
+        await honest.fill_caches()
         async with honest.running():
             await honest.measure(2.0)  # loads the processor
             quiet = await honest.measure(options.quiet)

@@ -9,15 +9,18 @@ thread computes on tensors of any size. Calls that may never return run in daemo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import contextvars
 import ctypes
+import gc
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
+
+from logitship.server.requests.fair_pool import call_for
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +28,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 IDLE = 1.0
-"""Seconds without work after which freed memory is trimmed, so that a client's next request does not wait for that."""
+"""Seconds without work after which unused memory is freed, so that a client's next request does not wait for that."""
+
+LONG_IDLE = 20.0
+"""Seconds after that, after which it is freed again: what other threads do for requests may take longer."""
 
 
 class Steppable(Protocol):
@@ -127,8 +133,11 @@ class EngineThread:
 
     def _wait(self) -> bool:
         """Sleep until something arrives; return False if the thread should end."""
-        if not self._woken(IDLE):
-            trim_freed_memory()
+        for timeout in (IDLE, LONG_IDLE):
+            if self._woken(timeout):
+                break
+            free_unused_memory()
+        else:
             self._woken(None)
         return bool(self._inbox) or not self._stopping
 
@@ -136,6 +145,26 @@ class EngineThread:
         """Return whether something arrives within `timeout` seconds."""
         with self._wake:
             return self._wake.wait_for(lambda: bool(self._inbox) or self._stopping, timeout)
+
+
+def free_unused_memory() -> None:
+    """Free objects that only refer to each other, and return freed pages to the system.
+
+    Exceptions with their tracebacks often are such objects. Python looks for the old ones only after many new ones, so
+    that they may hold a large request for hours.
+    """
+    gc.collect()
+    trim_freed_memory()
+
+
+def freeze_objects() -> None:
+    """Leave what exists now out of all later garbage collections. For the end of a start.
+
+    Half a million objects of libraries and the model take the collector a quarter of a second, in which no other thread
+    runs Python.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def trim_freed_memory() -> bool:
@@ -171,26 +200,8 @@ def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
     Loading a processor runs its author's code, which may take long or never return. `asyncio.to_thread` would occupy a
     thread of the shared pool with it, and Python would wait for that thread at exit.
     """
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.cancelled():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function(*args, **kwargs)
-        except BaseException as raised:  # noqa: BLE001  # boundary: event loop
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(settle, result, error)
-
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    call = partial(call_for, future, partial(function, *args, **kwargs))
     context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(run,), name="logitship-load", daemon=True).start()
+    threading.Thread(target=context.run, args=(call,), name="logitship-load", daemon=True).start()
     return future

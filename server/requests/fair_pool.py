@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
+from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from logitship.sampler.round_robin_queue import RoundRobinQueue, TenantQueueFull
@@ -42,7 +43,7 @@ class FairPool:
         self._name = name
         self._threads: list[threading.Thread] = []
         self._num_idle = 0
-        self._waiting: RoundRobinQueue[_Job] = RoundRobinQueue(max_waiting)
+        self._waiting: RoundRobinQueue[Callable[[], None]] = RoundRobinQueue(max_waiting)
         self._running: Counter[str] = Counter()
         self._changed = threading.Condition()
 
@@ -71,17 +72,20 @@ class FairPool:
             QueueFull: too many jobs of the tenant wait.
             Exception: what the function raises.
         """
-        job = _Job(lambda: function(*args, **kwargs))
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        job = partial(call_for, future, partial(function, *args, **kwargs))
         self._put(tenant, job)
         try:
-            result: T = await asyncio.wrap_future(job.future)
-            return result
+            return await future
         except asyncio.CancelledError:
             with self._changed:
                 self._waiting.remove(tenant, job)
             raise
+        finally:
+            # An exception refers to this call through its traceback. Without a cycle, what it holds is freed soon.
+            del future, job
 
-    def _put(self, tenant: str, job: _Job) -> None:
+    def _put(self, tenant: str, job: Callable[[], None]) -> None:
         with self._changed:
             try:
                 self._waiting.put(tenant, job)
@@ -101,7 +105,7 @@ class FairPool:
     def _work(self) -> None:
         while True:
             tenant, job = self._next()
-            job.run()
+            job()
             del job  # it may hold a large body
             with self._changed:
                 self._running[tenant] -= 1
@@ -109,7 +113,7 @@ class FairPool:
                     del self._running[tenant]
                 self._changed.notify_all()  # the tenant may have been passed over
 
-    def _next(self) -> tuple[str, _Job]:
+    def _next(self) -> tuple[str, Callable[[], None]]:
         """Wait for a job, and count it as running."""
         with self._changed:
             while (taken := self._waiting.get(self._may_take)) is None:
@@ -123,20 +127,22 @@ class FairPool:
         return self._running[tenant] < self._num_threads - 1
 
 
-class _Job:
-    """A call whose result is a future's."""
+def call_for(future: asyncio.Future[T], function: Callable[[], T]) -> None:
+    """Call a function in this thread, and let a future of an event loop in another have its result or exception."""
+    result, error = None, None
+    try:
+        result = function()
+    except BaseException as raised:  # noqa: BLE001  # boundary: event loop
+        error = raised
+    with contextlib.suppress(RuntimeError):  # the event loop is closed
+        future.get_loop().call_soon_threadsafe(_settle, future, result, error)
+    del future, result, error  # no cycle with the traceback
 
-    def __init__(self, call: Callable[[], Any]) -> None:
-        self._call = call
-        self.future: Future[Any] = Future()
 
-    def run(self) -> None:
-        """Call, unless the caller was cancelled. Exceptions go to the caller."""
-        if not self.future.set_running_or_notify_cancel():
-            return
-        try:
-            result = self._call()
-        except BaseException as error:  # noqa: BLE001  # boundary: event loop
-            self.future.set_exception(error)
-        else:
-            self.future.set_result(result)
+def _settle(future: asyncio.Future[Any], result: object, error: BaseException | None) -> None:
+    if future.cancelled():
+        return
+    if error is not None:
+        future.set_exception(error)
+    else:
+        future.set_result(result)

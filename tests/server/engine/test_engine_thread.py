@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import threading
+import weakref
 from pathlib import Path
 from threading import Event, Semaphore
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from logitship.server.engine import engine_thread
-from logitship.server.engine.engine_thread import EngineThread, in_daemon_thread, trim_freed_memory
+from logitship.server.engine.engine_thread import EngineThread, free_unused_memory, in_daemon_thread, trim_freed_memory
 
 
 def test_result_and_error() -> None:
@@ -128,27 +129,43 @@ class Idle:
         return False
 
 
-def test_idle_thread_trims_memory_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    trimmed = Semaphore(0)
+def test_idle_thread_frees_memory_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    freed = Semaphore(0)
     thread = EngineThread()
     thread.start(Idle(), after_step=lambda: None, on_death=lambda: None)
 
-    def trim() -> None:
+    def free() -> None:
         if threading.current_thread() is thread._thread:  # other tests' threads may be idle as well
-            trimmed.release()
+            freed.release()
 
     def observe() -> None:
         monkeypatch.setattr(engine_thread, "IDLE", 0.01)
-        monkeypatch.setattr(engine_thread, "trim_freed_memory", trim)
+        monkeypatch.setattr(engine_thread, "LONG_IDLE", 0.01)
+        monkeypatch.setattr(engine_thread, "free_unused_memory", free)
 
     thread.call(observe)  # not before: it may have been idle until it was started
     for _ in range(3):
-        assert trimmed.acquire(timeout=60)
-        # Once while idle, and again after the thread has done something.
-        assert not trimmed.acquire(timeout=0.2)
+        assert freed.acquire(timeout=60)
+        assert freed.acquire(timeout=60)
+        # Twice while idle, and again after the thread has done something.
+        assert not freed.acquire(timeout=0.2)
         thread.call(lambda: None)
     thread.stop(60)
     assert not thread.alive
+
+
+class Cycle:
+    """An object that only itself refers to."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_free_unused_memory_frees_cycles() -> None:
+    freed = weakref.ref(Cycle())
+    assert freed() is not None
+    free_unused_memory()
+    assert freed() is None
 
 
 def resident_pages() -> int:

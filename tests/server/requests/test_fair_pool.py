@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
@@ -152,3 +155,30 @@ def test_running_jobs_do_not_delay_the_end_of_the_process() -> None:
         "asyncio.run(main())\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+class Body:
+    """Something large."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_job_holds_is_freed_without_the_garbage_collector(pool: FairPool, fails: bool) -> None:
+    def work(body: Body) -> None:
+        if fails:
+            raise ValueError("refused")
+
+    async def scenario() -> None:
+        body = Body()
+        freed = weakref.ref(body)
+        with contextlib.suppress(ValueError):
+            await pool.run("a", work, body)
+        del body
+        while pool.num_running:
+            await asyncio.sleep(0.001)
+        assert freed() is None
+
+    gc.disable()
+    try:
+        run(scenario())
+    finally:
+        gc.enable()
