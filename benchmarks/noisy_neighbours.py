@@ -2,10 +2,10 @@
 
     python benchmarks/noisy_neighbours.py --only cancel_storm spinners
 
-Each hostile client (`hostile_clients.py`) gets a server of its own, with the defaults but for a small prefix cache, four API
-keys, and shipped processors enabled. Two honest keys stream without an end, one with a shipped processor; a third request at a time
-measures the time to first token, and `/health` is asked. First they are alone, then beside the hostile client. Ratios
-are those of the second time to the first.
+Each hostile client (`hostile_clients.py`) gets a server of its own, with the defaults but a small prefix cache, four
+API keys, and shipped processors enabled. Two honest keys stream without an end, one with a shipped processor; a third
+request at a time measures the time to first token, and `/health` is asked. First they are alone, then beside the
+hostile client. Ratios are those of the second time to the first.
 
 The hostile client is a process of its own on the same cores, at the lowest priority, because elsewhere it has a machine
 of its own: `--hostile-nice 0` lets it compete with the server instead.
@@ -45,7 +45,7 @@ FLAGS = (
     *("--api-key", KEYS["honest"], KEYS["hostile"]),
     *("--shipping-api-key", KEYS["ships"], KEYS["hostile ships"]),
     *("--enable-custom-logit-processor", "--log-level", "warning"),
-    *("--prefix-cache-bytes", "32MiB"),  # full soon, so that what is left over later shows
+    *("--prefix-cache-bytes", str(2**25)),  # full soon, so that what is left over later shows
 )
 SETTLE = 5.0
 """Seconds between the end of the attack and the look at what is left."""
