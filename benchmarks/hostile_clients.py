@@ -272,6 +272,14 @@ async def long_prompts(at: Attacker) -> None:
 
 
 @attack
+async def long_contexts(at: Attacker) -> None:
+    """One prompt of 1,900 tokens, continued 28 times: the model reads all their keys and values in each step."""
+    ids = [1000 + place * 31 % 40_000 for place in range(1900)]
+    sampling = {"max_new_tokens": 500, "ignore_eos": True, "n": 28}
+    await at.repeat(2, "/generate", dumps({"input_ids": ids, "sampling_params": sampling, "stream": True}))
+
+
+@attack
 async def full_batch(at: Attacker) -> None:
     """A hundred long generations, to take all places of the batch."""
     await at.repeat(

@@ -25,6 +25,7 @@ from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.forced_runs import ForcedRuns
 
 from .beam_group import Beam, BeamGroup
+from .decode_shares import positions
 from .failures import INTERNAL_ERROR, request_error
 from .forward_pass import Plan, ScheduledChunk, StepLogits, forward, prompt_logprob_offsets
 from .scheduler import Scheduler
@@ -159,7 +160,8 @@ class Engine:
             self._sampler.abandon()
             self._end_all_running()
         self.num_steps += 1
-        self._shares.observe_step(self._clock.seconds_without_processors, plan.num_prompt_tokens)
+        num_positions = positions(chunk.sequence for chunk in plan.decode)
+        self._shares.observe_step(self._clock.seconds_without_processors, plan.num_prompt_tokens, num_positions)
         if self.num_forced == forced_before:
             self._scheduler.observe(plan, self.num_accepted - accepted_before, time.perf_counter() - plan.started_at)
 

@@ -24,6 +24,9 @@ from .beam_group import Beam, BeamGroup
 from .forward_pass import Plan, ScheduledChunk
 from .tenant_shares import TenantShares
 
+COPIED_POSITIONS = 512
+"""Positions whose keys and values a step copies while several tenants run, before it leaves others to the next one."""
+
 
 class FairQueue:
     """First come, first served for each tenant. Between tenants, the one with the fewest slots is next.
@@ -78,35 +81,15 @@ class FairQueue:
             self._queues[sequence.tenant] = queue
 
 
-def share_prompts(running: Iterable[Sequence], cache: SlotCache) -> None:
-    """Copy each computed prompt to the sequences of its request that need it.
-
-    Args:
-        running: sequences that have slots.
-        cache: where the slots are.
-    """
-    running = list(running)
-    needing = [sequence for sequence in running if sequence.needs_prompt]
-    if not needing:
-        return
-    sources = {sequence.request_key: sequence for sequence in running if not sequence.needs_prompt}
-    for sequence in needing:
-        source = sources.get(sequence.request_key)
-        if source is not None:
-            assert source.slot is not None
-            assert sequence.slot is not None
-            cache.copy(source.slot, sequence.slot, sequence.num_prompt - 1)
-            sequence.take_prompt(source)
-
-
-def computing_prompts(running: Iterable[Sequence]) -> Iterator[Sequence]:
+def computing_prompts(selected: Iterable[Sequence], running: Iterable[Sequence]) -> Iterator[Sequence]:
     """Yield the sequences that compute prompt tokens themselves, in order; the others wait, or are done.
 
     Args:
-        running: sequences that have slots, after `share_prompts`.
+        selected: sequences that may.
+        running: sequences that have slots.
     """
-    taken: set[tuple[str, str]] = set()
-    for sequence in running:
+    taken = {sequence.request_key for sequence in running if not sequence.needs_prompt}
+    for sequence in selected:
         if sequence.needs_prompt:
             if sequence.request_key in taken:
                 continue
@@ -134,7 +117,7 @@ class Scheduler:
     * The prompt of a request is computed once for all its continuations, see the module docstring.
     * A prefix of an earlier sequence of the tenant is not computed again while it is in `prefixes`.
     * A step computes at most `chunked_prefill_size` prompt tokens, which bounds the delay that a long prompt causes to
-      running sequences.
+      running sequences. While several tenants run, it also begins no copy of a prompt after `COPIED_POSITIONS`.
 
     Args:
         cache: where the slots are.
@@ -171,6 +154,8 @@ class Scheduler:
         self.chunked_prefill_size = chunked_prefill_size
         self.waiting = FairQueue()
         self.running: list[Sequence] = []
+        self._num_copied = 0
+        """Positions that were copied since the last step was planned."""
 
     @property
     def most_tokens(self) -> int:
@@ -185,9 +170,10 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Give free slots to waiting sequences, then plan a step."""
         started_at = time.perf_counter()
+        self._num_copied = 0
         if self.waiting:
             self._start_waiting()
-        self.share_prompts()
+        self._share_prompts()
         self._keep_prompts()
         selected = self._select(self.running)
         decoding = [sequence for sequence in selected if not sequence.prefilling]
@@ -201,14 +187,14 @@ class Scheduler:
 
     def _prompt_chunks(self, selected: list[Sequence], budget: int) -> list[ScheduledChunk]:
         """Plan at most `budget` prompt tokens, divided fairly between tenants."""
-        computing = list(computing_prompts(selected))
+        computing = list(computing_prompts(selected, self.running))
         wanted = Counter[str]()
         for sequence in computing:
             wanted[sequence.tenant] += sequence.num_prompt - sequence.num_computed
         left = self._shares.split_prompt_tokens(budget, wanted)
         chunks = []
         for sequence in computing:
-            if left[sequence.tenant]:
+            if left[sequence.tenant] and (sequence.num_computed or self._may_copy or not chunks):
                 # In every step: a sequence ahead of it may just have computed the same prefix.
                 self._restore_prefix(sequence)
                 chunk = ScheduledChunk(sequence, sequence.next_tokens(left[sequence.tenant]))
@@ -249,8 +235,28 @@ class Scheduler:
             self._speculation.observe(len(plan.decode), num_drafts, num_accepted, seconds)
 
     def share_prompts(self) -> None:
-        """Copy computed prompts to the running sequences that wait for them."""
-        share_prompts(self.running, self._cache)
+        """Copy computed prompts to the running sequences that wait for them, or leave that to the next steps."""
+        if not self._shares.is_shared:
+            self._share_prompts()
+
+    def _share_prompts(self) -> None:
+        needing = [sequence for sequence in self.running if sequence.needs_prompt]
+        if not needing:
+            return
+        sources = {sequence.request_key: sequence for sequence in self.running if not sequence.needs_prompt}
+        for sequence in needing:
+            source = sources.get(sequence.request_key)
+            if source is not None and self._may_copy:
+                assert source.slot is not None
+                assert sequence.slot is not None
+                self._cache.copy(source.slot, sequence.slot, sequence.num_prompt - 1)
+                self._num_copied += sequence.num_prompt - 1
+                sequence.take_prompt(source)
+
+    @property
+    def _may_copy(self) -> bool:
+        """True if this step may begin another copy of a prompt."""
+        return not self._shares.is_shared or self._num_copied < COPIED_POSITIONS
 
     def _restore_prefix(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
@@ -258,6 +264,7 @@ class Scheduler:
         wanted = sequence.prompt_token_ids[: sequence.num_restorable]
         sequence.num_computed = self.prefixes.restore(sequence.tenant, wanted, sequence.slot, before)
         sequence.num_copied += sequence.num_computed - before
+        self._num_copied += sequence.num_computed - before
 
     def _keep_prompts(self) -> None:
         """Add the prompts that were completed since the last step to the prefix cache."""

@@ -15,6 +15,8 @@ from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.processors.processor_groups import uses_of
 from logitship.server.requests.sequence import Sequence
 
+from .decode_shares import DecodeShares
+
 WINDOW = 10.0
 """Seconds after which a call counts for 1/e of its time."""
 
@@ -79,6 +81,7 @@ class TenantShares:
         seconds: total time of the calls of each tenant's processors.
         is_shared: True if several tenants have running sequences in this step.
         is_limited: True if several sequences run in this step.
+        decode: the shares of decoding sequences.
     """
 
     def __init__(
@@ -90,6 +93,7 @@ class TenantShares:
     ) -> None:
         self.seconds: dict[str, float] = {}
         self.is_shared = self.is_limited = False
+        self.decode = DecodeShares()
         self._num_running = 0
         self._processor_wait = processor_wait
         self._most = most
@@ -116,15 +120,17 @@ class TenantShares:
         self.is_limited = len(tenants) > 1 and self._processor_wait < math.inf
         self._wait_until = None
 
-    def observe_step(self, seconds: float, num_prompt_tokens: int = 0) -> None:
+    def observe_step(self, seconds: float, num_prompt_tokens: int = 0, num_positions: int = 0) -> None:
         """Record what a step took, without the time for processors.
 
         Args:
             seconds: duration of the step.
             num_prompt_tokens: prompt tokens that it computed.
+            num_positions: what its decoding sequences cost, see `positions`.
         """
         if num_prompt_tokens == 0:
             self._usual_step = _follow(self._usual_step, seconds)
+            self.decode.time.observe(num_positions, seconds)
         else:
             per_token = max(0.0, seconds - self._usual_step) / num_prompt_tokens
             self._prompt_token = _follow(self._prompt_token, per_token)
@@ -214,7 +220,7 @@ class StepSelection:
     """Leaves out sequences that wait for a deferred call, and those of tenants over their share while others can run.
 
     Guarantees:
-    * The sequences of one request take part together, unless they have different processors.
+    * The sequences of one request compute their prompt together, unless they have different processors.
     * If any sequence waits for no call, some sequence takes part.
     """
 
@@ -231,7 +237,9 @@ class StepSelection:
         if not self._shares.is_shared:
             return ready
         over = {tenant for tenant in {one.tenant for one in ready} if self._shares.is_over(tenant)}
-        return [one for one in ready if one.tenant not in over or not _ships(one)] or ready if over else ready
+        if over:
+            ready = [one for one in ready if one.tenant not in over or not _ships(one)] or ready
+        return self._shares.decode.select(ready)
 
 
 def _ships(sequence: Sequence) -> bool:

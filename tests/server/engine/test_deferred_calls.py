@@ -19,6 +19,7 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine import build
 from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.decode_shares import DecodeShares, StepTime
 from logitship.server.requests.messages import BeamSearch, GenerationChunk, GenerationRequest, ProcessorRequest
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
@@ -199,13 +200,17 @@ def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 
 async def compare(
-    engine: AsyncEngine, executor: LateExecutor, requests: Callable[[str], list[GenerationRequest]]
+    engine: AsyncEngine,
+    executor: LateExecutor,
+    requests: Callable[[str], list[GenerationRequest]],
+    *,
+    is_late: bool = True,
 ) -> None:
     """Compare each request alone and undisturbed with the same request among those of three tenants."""
     executor.is_late = False
     alone = [summary(await generate(engine, one)) for one in requests("alone")]
     assert engine.stats().deferred_calls == 0
-    executor.is_late = True
+    executor.is_late = is_late
     tenants = ["a", "b", "c"]
     together = [dataclasses.replace(one, tenant=tenants[i % 3]) for i, one in enumerate(requests("x"))]
     results = await asyncio.gather(*(generate(engine, one) for one in together))
@@ -215,7 +220,7 @@ async def compare(
         assert [each is None for each in found.logprobs] == [each is None for each in expected.logprobs]
         numbers = [each for each in found.logprobs if each is not None]
         assert numbers == pytest.approx([each for each in expected.logprobs if each is not None], abs=1e-5)
-    assert engine.stats().deferred_calls > len(together)
+    assert engine.stats().deferred_calls > (len(together) if is_late else -1)
     assert (engine.stats().running, engine.stats().waiting) == (0, 0)
 
 
@@ -236,6 +241,33 @@ def test_several_continuations(make_engine: BuildEngine, late_executor: LateExec
             lambda tenant: [wanted(number, tenant, n=3) for number in range(21) if number % 7 != 6],
         )
     )
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_sequences_that_take_turns(
+    make_engine: BuildEngine, late_executor: LateExecutor, monkeypatch: pytest.MonkeyPatch, n: int
+) -> None:
+    left_out = 0
+    select = DecodeShares.select
+
+    def counted(shares: DecodeShares, sequences: Any) -> list[Any]:
+        nonlocal left_out
+        shares.time = StepTime(per_position=1.0, base=1.0)  # the tenant with the least work decides
+        chosen = select(shares, sequences)
+        left_out += len(sequences) - len(chosen)
+        return chosen
+
+    monkeypatch.setattr(DecodeShares, "select", counted)
+    engine = make_engine(max_num_seqs=12, chunked_prefill_size=16)
+    run(
+        compare(
+            engine,
+            late_executor,
+            lambda tenant: [wanted(number, tenant, n=n) for number in range(28) if n == 1 or number % 7 != 6],
+            is_late=False,
+        )
+    )
+    assert left_out > 20
 
 
 def test_speculative_decoding(

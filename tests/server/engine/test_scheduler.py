@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine import scheduler
 from logitship.server.engine.scheduler import Scheduler
 from logitship.server.engine.tenant_shares import TenantShares
 from logitship.server.model.kv_cache import CacheShape, SlotCache
@@ -276,6 +278,36 @@ def test_earlier_prompts_do_not_delay_a_short_one(tokenizer: Tokenizer) -> None:
     engine.step()
     assert engine.prompt_tokens["short"] == 16
     assert engine.prompt_tokens["long"] < 60
+
+
+def test_prompts_are_copied_one_per_step_beside_other_tenants(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "COPIED_POSITIONS", 20)
+    shares = TenantShares()
+    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, shares=shares)
+    shares.begin_step({"a", "b"})
+    many = engine.add("many", 6, prompt_of(40), 20, tenant="a")
+    engine.step()
+    begun = []
+    for _ in range(6):
+        begun.append(sum(not sequence.needs_prompt for sequence in many))
+        engine.step()
+    assert begun == [1, 2, 3, 4, 5, 6]
+    shares.begin_step({"a"})
+    engine.run()
+    assert engine.prompt_tokens["many"] == 40 + 5  # each computes its last one
+    assert engine.sampled == {("many", index) for index in range(6)}
+
+
+def test_copies_that_wait_when_their_source_ends(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scheduler, "COPIED_POSITIONS", 20)
+    shares = TenantShares()
+    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, shares=shares)
+    shares.begin_step({"a", "b"})
+    engine.add("many", 4, prompt_of(40), 1, tenant="a")
+    engine.run()
+    assert engine.sampled == {("many", index) for index in range(4)}
 
 
 def test_prompts_take_half_of_a_step_beside_other_tenants(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,146 @@
+"""Which sequences take part in a step while several tenants run."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from logitship.server.engine.decode_shares import (
+    DECODE_SHARE,
+    SEQUENCE_COST,
+    DecodeShares,
+    StepTime,
+    positions,
+    split,
+)
+
+BASE = 0.04
+PER_POSITION = 5e-6
+
+
+@dataclass(eq=False)
+class Running:
+    """A sequence, as far as its share depends on it."""
+
+    tenant: str
+    num_computed: int
+    prefilling: bool = False
+    group: list[Running] = field(default_factory=list)
+
+    @property
+    def lead(self) -> Running:
+        return self.group[0] if self.group else self
+
+
+@pytest.fixture
+def shares() -> DecodeShares:
+    return DecodeShares(StepTime(PER_POSITION, BASE))
+
+
+def select(shares: DecodeShares, running: list[Running]) -> list[Running]:
+    chosen: list[Any] = shares.select(running)  # type: ignore[arg-type]
+    return chosen
+
+
+def seconds(chosen: list[Running]) -> float:
+    return BASE + PER_POSITION * positions([one for one in chosen if not one.prefilling])  # type: ignore[arg-type]
+
+
+def test_time_of_a_step_is_learned() -> None:
+    rng = random.Random(0)
+    time = StepTime()
+    for _ in range(300):
+        number = rng.choice([200, 5000, 30_000])
+        time.observe(number, (BASE + PER_POSITION * number) * rng.uniform(0.95, 1.05))
+    assert time.base == pytest.approx(BASE, rel=0.1)
+    assert time.per_position == pytest.approx(PER_POSITION, rel=0.1)
+
+
+def test_same_steps_tell_nothing_of_positions() -> None:
+    time = StepTime()
+    for number in range(100):
+        time.observe(1000 + number % 3, 0.04)
+    assert (time.per_position, time.base) == (0.0, pytest.approx(0.04))
+
+
+def test_steps_that_grow_slower_for_other_reasons_leave_a_sound_line() -> None:
+    time = StepTime()
+    for number in range(100):
+        time.observe(100 + number, 0.001 * number)
+    assert time.base >= 0
+    assert 0 <= time.per_position * 200 <= 0.2
+
+
+def test_one_tenant_has_all_of_a_step(shares: DecodeShares) -> None:
+    running = [Running("a", 6000) for _ in range(28)]
+    assert select(shares, running) == running
+
+
+def test_short_sequences_are_not_held_up(shares: DecodeShares) -> None:
+    running = [Running("a", 50), *(Running("b", 60) for _ in range(28))]
+    assert select(shares, running) == running
+
+
+def test_tenants_with_as_much_work_are_not_held_up(shares: DecodeShares) -> None:
+    running = [Running(f"t{number % 8}", 6000) for number in range(32)]
+    assert select(shares, running) == running
+
+
+@pytest.mark.parametrize("context", [1000, 6000, 30_000])
+def test_long_sequences_take_turns(shares: DecodeShares, context: int) -> None:
+    few = Running("a", 50)
+    many = [Running("b", context) for _ in range(28)]
+    times = []
+    turns = dict.fromkeys(many, 0)
+    for _ in range(2000):
+        chosen = select(shares, [few, *many])
+        assert chosen[0] is few
+        times.append(seconds(chosen))
+        for one in chosen[1:]:
+            turns[one] += 1
+    alone = seconds([few])
+    assert sum(times) / len(times) <= 2 * alone
+    assert max(times) <= 2 * alone + PER_POSITION * (context + SEQUENCE_COST)  # one more at most
+    assert max(turns.values()) - min(turns.values()) <= 1
+    share = DECODE_SHARE * BASE + PER_POSITION * (50 + SEQUENCE_COST)
+    assert sum(turns.values()) == pytest.approx(2000 * share / (PER_POSITION * (context + SEQUENCE_COST)), rel=0.02)
+
+
+def test_beams_have_their_turn_together(shares: DecodeShares) -> None:
+    few = Running("a", 50)
+    beams = [Running("b", 3000) for _ in range(20)]
+    for beam in beams:
+        beam.group = beams
+    sizes = [len(select(shares, [few, *beams])) for _ in range(100)]
+    assert set(sizes) == {1, 21}
+    assert sizes.count(21) == pytest.approx(100 * (DECODE_SHARE * BASE) / (20 * 3128 * PER_POSITION), abs=2)
+
+
+def test_prompts_are_not_left_out(shares: DecodeShares) -> None:
+    running = [Running("a", 50), *(Running("b", 6000) for _ in range(10)), Running("b", 6000, prefilling=True)]
+    assert select(shares, running)[-1] is running[-1]
+
+
+def test_somebody_always_takes_part(shares: DecodeShares) -> None:
+    rng = random.Random(1)
+    for _ in range(300):
+        running = [Running(rng.choice("abc"), rng.randrange(20_000)) for _ in range(rng.randint(1, 32))]
+        chosen = select(shares, running)
+        assert chosen
+        assert [one for one in running if one in chosen] == chosen
+
+
+@pytest.mark.parametrize(
+    ("most", "wanted", "given"),
+    [
+        (10, {"a": 1, "b": 20}, {"a": 1, "b": 9}),
+        (10, {"a": 20, "b": 20}, {"a": 5, "b": 5}),
+        (10, {"a": 20, "b": 4, "c": 1}, {"a": 5, "b": 4, "c": 1}),
+        (10, {"a": 1, "b": 2}, {"a": 1, "b": 2}),
+    ],
+)
+def test_split(most: float, wanted: dict[str, float], given: dict[str, float]) -> None:
+    assert split(most, wanted) == given
