@@ -11,9 +11,7 @@ from logitship.sampler.batch_processors.interface import LogitsProcessor
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
 from logitship.sampler.batch_processors.plugins import LOGITSPROCS_GROUP, Plugin, PluginSpec, load_plugins
 
-from .logit_bias import LogitBiasLogitsProcessor
-from .min_p import MinPLogitsProcessor
-from .min_tokens import MinTokensLogitsProcessor
+from .parameter_processors import LogitBiasLogitsProcessor, MinPLogitsProcessor, MinTokensLogitsProcessor
 from .thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
 
 __all__ = [

@@ -33,9 +33,9 @@ _STATE = {
     "LogitsProcessors": f"{_CONTRACT}.logits_processors:LogitsProcessors",
 }
 _BUILTIN = {
-    "LogitBiasLogitsProcessor": "logitship.builtin_processors.logit_bias:LogitBiasLogitsProcessor",
-    "MinPLogitsProcessor": "logitship.builtin_processors.min_p:MinPLogitsProcessor",
-    "MinTokensLogitsProcessor": "logitship.builtin_processors.min_tokens:MinTokensLogitsProcessor",
+    "LogitBiasLogitsProcessor": "logitship.builtin_processors.parameter_processors:LogitBiasLogitsProcessor",
+    "MinPLogitsProcessor": "logitship.builtin_processors.parameter_processors:MinPLogitsProcessor",
+    "MinTokensLogitsProcessor": "logitship.builtin_processors.parameter_processors:MinTokensLogitsProcessor",
     "process_dict_updates": f"{_CONTRACT}.batch_rows:process_dict_updates",
 }
 _LOGITS_PROCESSOR = {

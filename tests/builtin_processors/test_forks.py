@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from logitship.builtin_processors.base import BuiltinProcessor
-from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
-from logitship.builtin_processors.min_p import MinPLogitsProcessor
-from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
 from logitship.builtin_processors.no_repeat_ngram import NGramIndex
+from logitship.builtin_processors.parameter_processors import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 from logitship.builtin_processors.parts.state_history import StateHistory
 from logitship.builtin_processors.registry import installed_processors
 from logitship.builtin_processors.think_mode import StrictThinkModeLogitsProcessor

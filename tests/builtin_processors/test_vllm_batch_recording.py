@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
-from logitship.builtin_processors.min_p import MinPLogitsProcessor
-from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
+from logitship.builtin_processors.parameter_processors import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 from logitship.sampler.batch_processors.interface import AddedRequest, BatchUpdate, LogitsProcessor, MoveDirectionality
 from logitship.sampler.sampling_params import SamplingParams
 

@@ -15,9 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from logitship.builtin_processors import ThinkingBudgetLogitProcessor, installed_processors
-from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
-from logitship.builtin_processors.min_p import MinPLogitsProcessor
-from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
+from logitship.builtin_processors.parameter_processors import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig

@@ -8,9 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
-from logitship.builtin_processors.min_p import MinPLogitsProcessor
-from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
+from logitship.builtin_processors.parameter_processors import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
 from logitship.sampler.batch_processors.logits_processors import ForcingLogitsProcessor, LogitsProcessors

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from logitship.builtin_processors.logit_bias import LogitBiasLogitsProcessor
-from logitship.builtin_processors.min_p import MinPLogitsProcessor
+from logitship.builtin_processors.parameter_processors import LogitBiasLogitsProcessor, MinPLogitsProcessor
 from logitship.client.records import TraceStage
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors

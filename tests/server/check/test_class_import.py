@@ -95,7 +95,7 @@ def test_file_is_imported_once(project: Path) -> None:
         ("two_for_check:only", "is an instance: name its class, Only"),
         ("two_for_check:number", "is not a class but an object of type int"),
         ("pathlib:Path", "is not a subclass of logitship.CustomLogitProcessor"),
-        ("logitship.builtin_processors.min_p:MinPLogitsProcessor", "is a batch processor"),
+        ("logitship.builtin_processors.parameter_processors:MinPLogitsProcessor", "is a batch processor"),
         (":X", "neither a module name"),
     ],
 )

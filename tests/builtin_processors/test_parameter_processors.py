@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from logitship.builtin_processors.min_tokens import MinTokensLogitsProcessor
-from logitship.sampler.batch_processors.interface import BatchUpdate
+from logitship.builtin_processors.parameter_processors import (
+    LogitBiasLogitsProcessor,
+    MinPLogitsProcessor,
+    MinTokensLogitsProcessor,
+)
+from logitship.sampler.batch_processors.interface import AddedRequest, BatchUpdate
 from logitship.sampler.sampling_params import SamplingParams
 
 DRAFTS: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "vllm_min_tokens_drafts.json").read_text())
@@ -96,3 +100,47 @@ def test_draft_rows_follow_the_output_as_it_grows() -> None:
     assert rows_of_second() == [[], [], [1], [], [], [], []]
     output += [0]
     assert rows_of_second() == [[]] * 7
+
+
+def test_each_row_gets_its_own_biases() -> None:
+    processor = LogitBiasLogitsProcessor(None, torch.device("cpu"), False)
+    first, second = SamplingParams(logit_bias={0: 1.5, 3: -2.0}), SamplingParams(logit_bias={3: 7.0})
+    processor.update_state(BatchUpdate(3, [], [(0, first, [], []), (2, second, [], [])], []))
+    assert processor.apply(torch.ones(3, 4)).tolist() == [
+        [2.5, 1.0, 1.0, -1.0],
+        [1.0, 1.0, 1.0, 1.0],
+        [1.0, 1.0, 1.0, 8.0],
+    ]
+
+
+def test_no_biases_are_a_noop() -> None:
+    processor = LogitBiasLogitsProcessor(None, torch.device("cpu"), False)
+    processor.update_state(None)
+    assert processor.apply(torch.ones(1, 2)).tolist() == [[1.0, 1.0]]
+    assert not processor.is_argmax_invariant()
+
+
+def min_p_applied(logits: torch.Tensor, *min_p: float) -> torch.Tensor:
+    processor = MinPLogitsProcessor(None, torch.device("cpu"), False)
+    added: list[AddedRequest] = [(row, SamplingParams(min_p=value), [], []) for row, value in enumerate(min_p)]
+    processor.update_state(BatchUpdate(len(added), [], added, []))
+    return processor.apply(logits.clone())
+
+
+@pytest.mark.parametrize("scale", [0.1, 3.0, 1e4])
+def test_min_p_against_the_definition(scale: float) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 500) * scale
+    min_p = [0.0, 0.01, 0.4, 0.999]
+    got = min_p_applied(logits, *min_p)
+    probabilities = logits.double().softmax(-1)
+    kept = probabilities >= probabilities.amax(-1, keepdim=True) * torch.tensor(min_p, dtype=torch.float64)[:, None]
+    assert torch.equal(got, logits.masked_fill(~kept, -math.inf))
+
+
+def test_min_p_of_one_keeps_ties() -> None:
+    assert min_p_applied(torch.tensor([[1.0, 2.0, 2.0, -math.inf]]), 1.0).tolist() == [[-math.inf, 2.0, 2.0, -math.inf]]
+
+
+def test_min_p_keeps_the_most_likely_token() -> None:
+    assert MinPLogitsProcessor(None, torch.device("cpu"), False).is_argmax_invariant()
