@@ -16,7 +16,7 @@ import uvicorn
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
 from logitship.server.http.app import create_app
-from logitship.server.http.arrival_limits import head_timeout_protocol
+from logitship.server.http.receiving import head_timeout_protocol
 
 from .config import ServerConfig
 from .listening import base_url

@@ -27,7 +27,7 @@ from logitship.server.schemas.request_schema import SamplingFields
 from logitship.server.schemas.structured_outputs import Constraint
 
 from .auth import Caller, check_key_may_ship
-from .received_body import RequestWork
+from .receiving import RequestWork
 
 
 async def read_prompt(

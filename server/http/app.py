@@ -44,7 +44,6 @@ from logitship.server.schemas.tokenize_schemas import (
     TokenizeResponse,
 )
 
-from .arrival_limits import UploadPace, UploadPaceMiddleware
 from .artifact_routes import artifact_router
 from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
 from .cross_origin import CrossOriginProtectionMiddleware
@@ -56,6 +55,7 @@ from .playground_routes import playground_files, playground_router
 from .pooling_routes import pooling_router
 from .processor_routes import processor_router
 from .rate_limit_middleware import RateLimitMiddleware
+from .receiving import UploadPace, UploadPaceMiddleware
 from .request_log import HEADER as REQUEST_ID_HEADER
 from .request_log import IGNORED_HEADER, PROCESSORS_HEADER, RequestLogMiddleware
 

@@ -14,7 +14,7 @@ from logitship.server.schemas.artifact_schemas import ArtifactList, ArtifactObje
 from .auth import caller_of, check_key_may_ship
 from .body import JSONResponse
 from .documentation import BINARY, operation
-from .received_body import received_artifact
+from .receiving import received_artifact
 
 Digest = Annotated[str, Path(description="`sha256:` and the SHA-256 of the bytes.", examples=["sha256:9f86d081884c…"])]
 

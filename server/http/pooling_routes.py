@@ -11,7 +11,7 @@ from logitship.builtin_processors.batch_processors import STR_POOLING_REJECTS_LO
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest
 
-from .received_body import received_json
+from .receiving import received_json
 
 _APIS = {
     "/v1/embeddings": "Embeddings",

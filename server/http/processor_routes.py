@@ -27,7 +27,7 @@ from .admission import check_may_ship
 from .auth import caller_of, check_key_may_ship
 from .body import JSONResponse
 from .documentation import operation
-from .received_body import received_processor
+from .receiving import received_processor
 
 Name = Annotated[
     str | None,

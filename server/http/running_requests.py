@@ -27,7 +27,7 @@ from logitship.server.requests.request_validation import in_client_words
 
 from .body import JSONResponse
 from .exception_handlers import GenerationFailed, failure_body, internal_error_body
-from .received_body import while_connected
+from .receiving import while_connected
 from .request_log import follow
 
 logger = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ import orjson
 import pytest
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.received_body import SHORT_TEXT
+from logitship.server.http.receiving import SHORT_TEXT
 from logitship.server.http_server import HTTPServer
 from logitship.server.model.model_loader import LoadedModel
 

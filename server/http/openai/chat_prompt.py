@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.received_body import RequestWork
+from logitship.server.http.receiving import RequestWork
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.request_validation import check_text_length
 from logitship.server.schemas.openai_schemas import Message

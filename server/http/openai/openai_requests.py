@@ -20,7 +20,7 @@ from logitship.server.http.admission import (
     sampling_params,
 )
 from logitship.server.http.auth import Caller
-from logitship.server.http.received_body import ReceivedBody
+from logitship.server.http.receiving import ReceivedBody
 from logitship.server.http.running_requests import Submission
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import GenerationRequest

@@ -13,7 +13,7 @@ from logitship.server.http.auth import caller_of
 from logitship.server.http.body import finite, receipt_objects, trace_objects
 from logitship.server.http.documentation import one_or_more, operation
 from logitship.server.http.exception_handlers import fault_details
-from logitship.server.http.received_body import received
+from logitship.server.http.receiving import received
 from logitship.server.http.running_requests import (
     EventStream,
     RunningRequests,

@@ -21,7 +21,7 @@ from logitship.server.http.admission import (
     value_for_prompt,
 )
 from logitship.server.http.auth import Caller
-from logitship.server.http.received_body import ReceivedBody
+from logitship.server.http.receiving import ReceivedBody
 from logitship.server.http.running_requests import Submission
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import GenerationRequest

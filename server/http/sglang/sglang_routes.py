@@ -12,7 +12,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.auth import caller_of
 from logitship.server.http.body import JSONResponse
 from logitship.server.http.documentation import operation
-from logitship.server.http.received_body import received
+from logitship.server.http.receiving import received
 from logitship.server.refusals import BadRequest, QueueFull, RequestRefused
 from logitship.server.requests.messages import GenerationRequest
 from logitship.server.schemas.sglang_response_schemas import ModelInfoResponse

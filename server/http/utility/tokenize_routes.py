@@ -11,7 +11,7 @@ from logitship.server.http.body import JSONResponse
 from logitship.server.http.documentation import operation
 from logitship.server.http.openai.chat_prompt import render_chat
 from logitship.server.http.openai.model_name import check_model_name
-from logitship.server.http.received_body import ReceivedBody, received
+from logitship.server.http.receiving import ReceivedBody, received
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.request_validation import check_text_length
 from logitship.server.schemas.tokenize_schemas import (
