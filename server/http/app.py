@@ -49,7 +49,7 @@ from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
 from .cross_origin import CrossOriginProtectionMiddleware
 from .docs_routes import docs_router
 from .documentation import complete
-from .exception_handlers import install_error_handlers
+from .json_responses import install_error_handlers
 from .metrics_routes import METRICS_PATH, metrics_router
 from .playground_routes import playground_files, playground_router
 from .pooling_routes import pooling_router

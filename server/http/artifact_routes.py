@@ -12,8 +12,8 @@ from logitship.server.refusals import SHIPPING_IS_OFF, BadRequest
 from logitship.server.schemas.artifact_schemas import ArtifactList, ArtifactObject, DeletedArtifact
 
 from .auth import caller_of, check_key_may_ship
-from .body import JSONResponse
 from .documentation import BINARY, operation
+from .json_responses import JSONResponse
 from .receiving import received_artifact
 
 Digest = Annotated[str, Path(description="`sha256:` and the SHA-256 of the bytes.", examples=["sha256:9f86d081884c…"])]

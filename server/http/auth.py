@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from logitship.server.refusals import Forbidden, Unauthorized
 
-from .exception_handlers import refusal_response
+from .json_responses import refusal_response
 
 OPEN_PATHS = frozenset({"/health", "/health/ready", "/health_generate", "/ping"})
 """Paths that need no key, for load balancers."""

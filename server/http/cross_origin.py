@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from logitship.server.allowed_hosts import ANY, AllowedHosts, host_name, is_same_origin
 from logitship.server.refusals import Forbidden, RequestRefused, UnsupportedMediaType
 
-from .exception_handlers import refusal_response
+from .json_responses import refusal_response
 
 _PAGES = frozenset({"/", "/docs"})
 """Pages that other sites may link to."""

@@ -25,8 +25,8 @@ from logitship.server.schemas.processor_schemas import (
 
 from .admission import check_may_ship
 from .auth import caller_of, check_key_may_ship
-from .body import JSONResponse
 from .documentation import operation
+from .json_responses import JSONResponse
 from .receiving import received_processor
 
 Name = Annotated[

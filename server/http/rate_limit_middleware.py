@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from logitship.server.rate_limits import RateLimit
 from logitship.server.refusals import RateLimited
 
-from .exception_handlers import refusal_response
+from .json_responses import refusal_response
 
 
 class RateLimitMiddleware:

@@ -25,8 +25,7 @@ from logitship.server.requests.messages import GenerationChunk, GenerationReques
 from logitship.server.requests.queued_bytes import QueuedBody
 from logitship.server.requests.request_validation import in_client_words
 
-from .body import JSONResponse
-from .exception_handlers import GenerationFailed, failure_body, internal_error_body
+from .json_responses import GenerationFailed, JSONResponse, failure_body, internal_error_body
 from .receiving import while_connected
 from .request_log import follow
 

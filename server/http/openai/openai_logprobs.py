@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from logitship.server.http.body import finite
+from logitship.server.http.json_responses import finite
 from logitship.server.requests.messages import TokenLogprobs
 from logitship.server.schemas.openai_response_schemas import (
     ChatLogprobs,

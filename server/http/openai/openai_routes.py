@@ -9,8 +9,8 @@ from fastapi import APIRouter, Path, Request, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.auth import caller_of
-from logitship.server.http.body import JSONResponse
 from logitship.server.http.documentation import operation
+from logitship.server.http.json_responses import JSONResponse
 from logitship.server.http.receiving import ReceivedBody, received
 from logitship.server.http.running_requests import EventStream, respond_when_finished, submit_all
 from logitship.server.schemas.openai_response_schemas import (

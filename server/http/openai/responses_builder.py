@@ -7,7 +7,7 @@ from typing import Literal, TypedDict, Unpack
 from uuid import uuid4
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.body import receipt_objects, trace_objects
+from logitship.server.http.json_responses import receipt_objects, trace_objects
 from logitship.server.http.running_requests import RunningRequests, event, raise_if_failed
 from logitship.server.requests.generation_stream import Continuation
 from logitship.server.requests.messages import GenerationChunk

@@ -10,9 +10,8 @@ from fastapi import APIRouter, Request, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.auth import caller_of
-from logitship.server.http.body import finite, receipt_objects, trace_objects
 from logitship.server.http.documentation import one_or_more, operation
-from logitship.server.http.exception_handlers import fault_details
+from logitship.server.http.json_responses import fault_details, finite, receipt_objects, trace_objects
 from logitship.server.http.receiving import received
 from logitship.server.http.running_requests import (
     EventStream,

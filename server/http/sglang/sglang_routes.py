@@ -10,8 +10,8 @@ from fastapi import APIRouter, Request, Response
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.auth import caller_of
-from logitship.server.http.body import JSONResponse
 from logitship.server.http.documentation import operation
+from logitship.server.http.json_responses import JSONResponse
 from logitship.server.http.receiving import received
 from logitship.server.refusals import BadRequest, QueueFull, RequestRefused
 from logitship.server.requests.messages import GenerationRequest

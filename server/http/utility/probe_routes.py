@@ -7,8 +7,8 @@ from importlib.metadata import version
 from fastapi import APIRouter, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.body import JSONResponse
 from logitship.server.http.documentation import operation
+from logitship.server.http.json_responses import JSONResponse
 from logitship.server.schemas.response_schemas import LoadResponse, VersionResponse
 
 

@@ -7,8 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.body import JSONResponse
 from logitship.server.http.documentation import operation
+from logitship.server.http.json_responses import JSONResponse
 from logitship.server.http.openai.chat_prompt import render_chat
 from logitship.server.http.openai.model_name import check_model_name
 from logitship.server.http.receiving import ReceivedBody, received

@@ -1,4 +1,4 @@
-"""`trace` on all three routes, with the real engine on the tiny model."""
+"""`trace` on all three routes, with the real engine on the tiny model, and the status of errors."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from logitship.client.http.responses import parse_generate, parse_openai
 from logitship.client.http.sse import OpenAIStream, SGLangStream
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.app import create_app
+from logitship.server.http.json_responses import refusal_response
+from logitship.server.refusals import (
+    BadRequest,
+    QueueFull,
+    RequestRefused,
+    ServiceUnavailable,
+    ShareExceeded,
+    Unauthorized,
+)
 
 BAN = {"custom_logit_processor": {"name": "disallowed_tokens"}}
 TEXT = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True, "custom_params": {"token_ids": [3, 4]}}
@@ -129,3 +138,19 @@ def test_limit_on_traced_processors(http: TestClient) -> None:
     answer = http.post("/generate", json={**body, "trace": {"top": 3}})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "trace"
+
+
+@pytest.mark.parametrize(
+    ("refused", "status", "retry_after"),
+    [
+        (BadRequest("no"), 400, None),
+        (Unauthorized("no"), 401, None),
+        (QueueFull("no"), 429, "1"),
+        (ShareExceeded("no", retry_after=7), 429, "7"),
+        (ServiceUnavailable("no"), 503, "1"),
+    ],
+)
+def test_refusals_say_when_to_try_again(refused: RequestRefused, status: int, retry_after: str | None) -> None:
+    response = refusal_response(refused)
+    assert (response.status_code, response.headers.get("retry-after")) == (status, retry_after)
+    assert response.headers.get("www-authenticate") == ("Bearer" if status == 401 else None)
