@@ -14,7 +14,7 @@ from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingPar
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
-from logitship.server.refusals import SHIPPING_IS_OFF, BadRequest
+from logitship.server.refusals import SHIPPING_IS_OFF, BadRequest, NotFound
 from logitship.server.requests.messages import AttachedProcessor, ProcessorRequest
 from logitship.server.requests.request_validation import (
     Prompt,
@@ -28,6 +28,19 @@ from logitship.server.schemas.structured_outputs import Constraint
 
 from .auth import Caller, check_key_may_ship
 from .receiving import RequestWork
+
+ANY_MODEL = "default"
+"""SGLang's alias for the served model, whatever its name."""
+
+
+def check_model_name(engine: AsyncEngine, name: str | None) -> None:
+    """Check the name of the requested model. None: the served one.
+
+    Raises:
+        NotFound: the server does not serve this model.
+    """
+    if name not in (None, engine.model.name, engine.model.path, ANY_MODEL):
+        raise NotFound(f"model: {name[:200]!r} does not exist; this server serves {engine.model.name!r}", param="model")
 
 
 async def read_prompt(

@@ -13,6 +13,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import (
     ParsedProcessors,
     check_batch,
+    check_model_name,
     check_processor_lists,
     max_tokens_within_model,
     read_processors,
@@ -30,7 +31,6 @@ from logitship.server.schemas.responses_schemas import ResponsesRequest
 from logitship.server.schemas.structured_outputs import constraint_of
 
 from .chat_prompt import render_chat
-from .model_name import check_model_name
 from .tool_use import ToolUse, tool_use_of
 
 Body = TypeVar("Body", bound=OpenAIFields)

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Request, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.http.admission import check_model_name
 from logitship.server.http.auth import caller_of
 from logitship.server.http.documentation import operation
 from logitship.server.http.json_responses import JSONResponse
@@ -25,7 +26,6 @@ from logitship.server.schemas.openai_schemas import ChatCompletionRequest, Compl
 from logitship.server.schemas.responses_response_schemas import ResponseEvent, ResponseObject
 from logitship.server.schemas.responses_schemas import ResponsesRequest
 
-from .model_name import check_model_name
 from .openai_requests import parse_chat_request, parse_completion_request, parse_responses_request
 from .openai_response_builder import ChatResponseBuilder, CompletionResponseBuilder, OpenAIResponseBuilder
 from .responses_builder import ResponsesBuilder

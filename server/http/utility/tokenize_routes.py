@@ -7,10 +7,10 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.http.admission import check_model_name
 from logitship.server.http.documentation import operation
 from logitship.server.http.json_responses import JSONResponse
 from logitship.server.http.openai.chat_prompt import render_chat
-from logitship.server.http.openai.model_name import check_model_name
 from logitship.server.http.receiving import ReceivedBody, received
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.request_validation import check_text_length
