@@ -21,8 +21,7 @@ import torch
 from logitship.sampler.edits.edit_codec import VectorStore, decode
 from logitship.sampler.edits.edit_operations import GroupEdits
 
-from . import priority
-from .deadline import CallDeadline, ProcessClock
+from .cpu_time import DEFERRED_NICE, CallDeadline, ProcessClock, lower_priority, off_this_core, restore_priority
 from .protocol import (
     DUMP_SIGNAL,
     EDITS_HEADER,
@@ -261,7 +260,7 @@ class Sandbox:
         deadline = CallDeadline(self._clock, timeout, backstop, is_awaited=is_awaited)
         self._call = _Call(self._call_number, memoryview(message), bytearray(), deadline)
         # An awaited call may start on this core: this thread will sleep.
-        place = contextlib.nullcontext() if is_awaited else priority.off_this_core(self._pid)
+        place = contextlib.nullcontext() if is_awaited else off_this_core(self._pid)
         with place, contextlib.suppress(SandboxDied):  # `finish` raises it
             self._send(self._call)
 
@@ -289,7 +288,7 @@ class Sandbox:
         if self._call is not None:
             self._call.deadline.extend(backstop)
             self._is_deferred = True
-            self.lower_priority(priority.DEFERRED)
+            self.lower_priority(DEFERRED_NICE)
 
     def advance(self) -> tuple[Answer, bytes] | None:
         """Send and receive without blocking.
@@ -335,14 +334,14 @@ class Sandbox:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     def lower_priority(self, nice: int) -> None:
-        """Give the process this nice value, see `priority`."""
+        """Give the process this nice value, see `cpu_time`."""
         if self.is_running:
-            priority.lower(self._pid, nice)
+            lower_priority(self._pid, nice)
 
     def restore_priority(self) -> None:
         """Give the process the normal priority again."""
         if self.is_running:
-            priority.restore(self._pid)
+            restore_priority(self._pid)
 
     def reject_answer(self) -> SandboxDied:
         """Kill the process because of an invalid answer. Return the exception to raise."""

@@ -29,10 +29,8 @@ from logitship.sampler.processors.executor import (
     from_bytes,
 )
 
-from .deadline import BACKSTOP
+from .cpu_time import BACKSTOP, LOADING_NICE, FirstCallCredit
 from .early_answers import AnswerReceiver
-from .first_calls import FirstCallCredit
-from .priority import LOADING
 from .protocol import Answer, Command, load_message
 from .sandbox import Sandbox, SandboxDied
 from .sandbox_run import LONGEST_TEXT, SandboxedProcessor, SandboxRow, SandboxRun
@@ -267,7 +265,7 @@ class SandboxExecutor:
     def _start_process(self) -> Sandbox:
         sandbox = Sandbox(self._zygote, *self._shape)
         if self._loads_in_background:
-            sandbox.lower_priority(LOADING)
+            sandbox.lower_priority(LOADING_NICE)
         return sandbox
 
     def _take_sandbox(self, sandboxed: SandboxedProcessor) -> Sandbox:

@@ -28,7 +28,7 @@ from logitship.sampler.processors.executor import (
 )
 from logitship.sampler.sampling_params import SANDBOXED_FIELDS
 
-from .deadline import DEFERRED_BACKSTOP
+from .cpu_time import DEFERRED_BACKSTOP
 from .early_answers import AnswerReceiver, ReadHistory
 from .protocol import SECONDS, Answer, Command
 from .sandbox import Sandbox, SandboxDied, wait_for_any

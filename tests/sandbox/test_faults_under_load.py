@@ -30,7 +30,7 @@ from logitship.client.serialization.processor_string import (
     SourceProcessor,
 )
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.deadline import BACKSTOP, DEFERRED_BACKSTOP
+from logitship.sampler.sandbox.cpu_time import BACKSTOP, DEFERRED_BACKSTOP
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine

@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitship.sampler.sandbox import sandbox as sandbox_module
-from logitship.sampler.sandbox.deadline import ProcessClock
+from logitship.sampler.sandbox.cpu_time import ProcessClock
 from logitship.sampler.sandbox.protocol import (
     DUMP_SIGNAL,
     HEADER,

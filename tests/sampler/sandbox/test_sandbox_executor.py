@@ -32,10 +32,9 @@ from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox import deadline as deadline_module
-from logitship.sampler.sandbox import priority, sandbox_executor, spare_sandboxes
+from logitship.sampler.sandbox import cpu_time, sandbox_executor, spare_sandboxes
 from logitship.sampler.sandbox import sandbox as sandbox_module
-from logitship.sampler.sandbox.deadline import BACKSTOP
+from logitship.sampler.sandbox.cpu_time import BACKSTOP
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits, SandboxStats
 from logitship.sampler.sandbox.sandbox_run import SandboxedProcessor, read_faults
@@ -335,7 +334,7 @@ class ShiftedTime:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> ShiftedTime:
     clock = ShiftedTime()
-    for module in (sandbox_module, deadline_module):
+    for module in (sandbox_module, cpu_time):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -450,7 +449,7 @@ def test_deferred_call_runs_at_the_lowest_priority(executor: SandboxExecutor, ca
     assert not run.wait(0)
     assert nice_of(process) == NORMAL
     run.defer(logits.clone())
-    assert nice_of(process) == priority.DEFERRED
+    assert nice_of(process) == cpu_time.DEFERRED_NICE
     assert not run.finish().faults
     assert nice_of(process) == NORMAL
 
@@ -469,7 +468,7 @@ def test_cancelled_load_fails_soon_and_runs_at_low_priority(executor: SandboxExe
     thread.start()
     while not (running := list(executor._sandboxes)):
         assert thread.is_alive()
-    assert [nice_of(each._pid) for each in running] == [priority.LOADING]
+    assert [nice_of(each._pid) for each in running] == [cpu_time.LOADING_NICE]
     executor.cancel_load(string.digest, "another")
     executor.cancel_load(string.digest, "tenant")
     thread.join(LONG)

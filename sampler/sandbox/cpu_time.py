@@ -1,15 +1,24 @@
-"""The deadline of a call: CPU time of the sandbox's process, with a wall-clock backstop.
+"""The CPU time of sandboxes: the deadlines of their calls, their priorities and their cores.
 
 The wall clock alone would kill an honest processor because its neighbours keep the cores busy. So CPU time counts,
 which a process only uses while it runs. A process that waits uses none: it is killed once the same time has passed by
 the wall clock. The backstop ends the call of a process that could run, but gets no core.
 
 The wall clock starts once somebody waits for the answer. Until then, a forward pass may take as long as it likes.
+
+What nobody's step waits for runs behind the engine, at a lower priority. Nice values count between the threads of one
+session: where Linux has autogroups, each session gets the same share of the cores, whatever the nice values of its
+processes (`sched(7)`). So sandboxes stay in the server's session. To lower a nice value again needs a privilege
+(`CAP_SYS_NICE`). Without it, a sandbox keeps the lowest priority that it ever had.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import time
+from collections.abc import Callable, Iterator
 
 BACKSTOP = 5.0
 """Longest wall-clock time of a call, as a multiple of its CPU time."""
@@ -117,3 +126,90 @@ class CallDeadline:
         wait = max(self._seconds - cpu, _SHORTEST_WAIT) if self._cpu_blocked is None else _BLOCKED_WAIT
         self.next_look = min(now + wait, self._waiting_since + self._backstop)
         return None
+
+
+CREDIT_PERIOD = 60.0
+"""Seconds in which a tenant's first calls may take the extra time once."""
+
+
+class FirstCallCredit:
+    """The time that the first calls of each tenant may take beyond the step timeout. Engine thread only.
+
+    A first call often initializes what later calls use: it decodes a vocabulary, for example. All requests wait for it,
+    so a tenant with ever new classes gets the extra time once in `CREDIT_PERIOD` (a leaky bucket), and then the step
+    timeout.
+
+    Args:
+        step_timeout: seconds that any call may take.
+        first_step_timeout: seconds that a first call may take.
+        clock: returns seconds.
+    """
+
+    def __init__(
+        self, step_timeout: float, first_step_timeout: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._step_timeout = step_timeout
+        self._seconds = max(0.0, first_step_timeout - step_timeout)
+        self._clock = clock
+        self._used: dict[str, tuple[float, float]] = {}
+        """Tenant → (seconds used, at this time)."""
+
+    def left(self, tenant: str) -> float:
+        """Return the extra seconds that a tenant's next first call may take."""
+        used, at = self._used.get(tenant, (0.0, 0.0))
+        refilled = (self._clock() - at) * self._seconds / CREDIT_PERIOD
+        return max(0.0, min(self._seconds, self._seconds - used + refilled))
+
+    def use(self, tenant: str, seconds: float) -> None:
+        """Subtract the time that a first call took beyond the step timeout."""
+        extra = seconds - self._step_timeout
+        if extra > 0:
+            self._used[tenant] = self._seconds - self.left(tenant) + extra, self._clock()
+
+
+LOADING_NICE = 10
+"""Nice value while a class is loaded: beside a busy core, it gets a tenth of it. The lowest priority would leave it a
+hundredth: an honest class would then take ten seconds instead of a tenth of a second to load."""
+
+DEFERRED_NICE = 19
+"""Nice value during a call that no step waits for. There may be many."""
+
+
+def lower_priority(pid: int, nice: int) -> None:
+    """Give a process this nice value, or the server's own if that is higher."""
+    with contextlib.suppress(OSError):  # it has ended
+        os.setpriority(os.PRIO_PROCESS, pid, max(nice, _own_nice()))
+
+
+def restore_priority(pid: int) -> None:
+    """Give a process the server's own nice value again, if that is permitted."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, pid, _own_nice())
+
+
+@contextlib.contextmanager
+def off_this_core(pid: int) -> Iterator[None]:
+    """Let a process that is woken inside start on another core than that of the calling thread, if it may use one.
+
+    Where no core is idle, Linux often wakes a process on the core of the thread that wakes it, which then has to wait.
+    Other cores are no less busy, but often only with OpenMP's workers, which spin until the next forward pass.
+    """
+    cores = others = set[int]()
+    with contextlib.suppress(OSError):  # it has ended, or is another user's
+        cores = os.sched_getaffinity(pid)
+        others = cores - {_libc.sched_getcpu()}
+        if others:
+            os.sched_setaffinity(pid, others)
+    try:
+        yield
+    finally:
+        if others:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(pid, cores)
+
+
+def _own_nice() -> int:
+    return os.getpriority(os.PRIO_PROCESS, os.getpid())
+
+
+_libc = ctypes.CDLL(None)

@@ -1,15 +1,16 @@
-"""Deadlines, on a clock that the tests set, and the clocks of real processes."""
+"""Deadlines, on a clock that the tests set, and the clocks, priorities and cores of real processes."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Iterator
 
 import pytest
 
-from logitship.sampler.sandbox import deadline as deadline_module
-from logitship.sampler.sandbox.deadline import CallDeadline, ProcessClock
+from logitship.sampler.sandbox import cpu_time
+from logitship.sampler.sandbox.cpu_time import CREDIT_PERIOD, CallDeadline, FirstCallCredit, ProcessClock
 
 LONG = 60.0
 
@@ -41,7 +42,7 @@ class FakeTime:
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     fake = FakeTime()
-    monkeypatch.setattr(deadline_module, "time", fake)
+    monkeypatch.setattr(cpu_time, "time", fake)
     return fake
 
 
@@ -160,3 +161,99 @@ def test_sleeping_process_is_not_runnable() -> None:
         assert time.monotonic() < end
     process.kill()
     process.wait()
+
+
+def test_extra_time_is_used_once_in_a_period() -> None:
+    now = 1000.0
+    credit = FirstCallCredit(1.0, 10.0, clock=lambda: now)
+    assert credit.left("a") == 9.0
+    credit.use("a", 0.5)  # no longer than any other call
+    credit.use("a", 1.0)
+    assert credit.left("a") == 9.0
+    credit.use("a", 3.0)
+    assert credit.left("a") == 7.0
+    credit.use("a", 10.0)
+    assert credit.left("a") == 0.0
+    assert credit.left("b") == 9.0, "another tenant has its own"
+    now += CREDIT_PERIOD / 3
+    assert credit.left("a") == pytest.approx(1.0)
+    now += 10 * CREDIT_PERIOD
+    assert credit.left("a") == 9.0
+
+
+def test_first_step_timeout_below_the_step_timeout() -> None:
+    assert FirstCallCredit(2.0, 1.0).left("a") == 0.0
+
+
+@pytest.fixture
+def pid() -> Iterator[int]:
+    process = subprocess.Popen(["sleep", "1000"])
+    yield process.pid
+    process.kill()
+    process.wait()
+
+
+def nice(pid: int) -> int:
+    return os.getpriority(os.PRIO_PROCESS, pid)
+
+
+def may_restore() -> bool:
+    """Return whether this user may lower a nice value, as tried by another process."""
+    attempt = "import os; os.setpriority(os.PRIO_PROCESS, 0, 19); os.setpriority(os.PRIO_PROCESS, 0, 0)"
+    return subprocess.run(["python", "-c", attempt], stderr=subprocess.DEVNULL, check=False).returncode == 0
+
+
+def test_lower_and_restore(pid: int) -> None:
+    before = nice(pid)
+    cpu_time.lower_priority(pid, cpu_time.LOADING_NICE)
+    assert nice(pid) == max(before, cpu_time.LOADING_NICE)
+    cpu_time.lower_priority(pid, cpu_time.DEFERRED_NICE)
+    assert nice(pid) == cpu_time.DEFERRED_NICE
+    cpu_time.restore_priority(pid)
+    assert nice(pid) == (before if may_restore() else cpu_time.DEFERRED_NICE)
+
+
+def test_server_of_lower_priority(pid: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_time, "_own_nice", lambda: 15)
+    cpu_time.lower_priority(pid, cpu_time.LOADING_NICE)
+    assert nice(pid) == 15
+
+
+def test_process_that_has_ended() -> None:
+    process = subprocess.Popen(["true"])
+    process.wait()
+    cpu_time.lower_priority(process.pid, cpu_time.DEFERRED_NICE)
+    cpu_time.restore_priority(process.pid)
+
+
+def test_process_starts_on_another_core(pid: int) -> None:
+    cores = os.sched_getaffinity(pid)
+    this = min(cores)
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {this})
+    try:
+        with cpu_time.off_this_core(pid):
+            assert os.sched_getaffinity(pid) == (cores - {this} or cores)
+        assert os.sched_getaffinity(pid) == cores
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+def test_process_that_may_use_one_core_stays_there(pid: int) -> None:
+    this = min(os.sched_getaffinity(0))
+    mine = os.sched_getaffinity(0)
+    os.sched_setaffinity(pid, {this})
+    os.sched_setaffinity(0, {this})
+    try:
+        with cpu_time.off_this_core(pid):
+            assert os.sched_getaffinity(pid) == {this}
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert os.sched_getaffinity(pid) == {this}
+
+
+def test_process_that_has_ended_is_no_error(pid: int) -> None:
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    with cpu_time.off_this_core(pid):
+        pass
