@@ -13,9 +13,9 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.metrics.request_metrics import RequestMeter
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
+from logitship.server.requests.body_limits import QueuedBody
 from logitship.server.requests.generation_stream import GenerationStream
 from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, RequestError
-from logitship.server.requests.queued_bytes import QueuedBody
 from logitship.server.requests.sequence import Sequence, Sink
 from logitship.server.tokenizer import Tokenizer
 

@@ -25,8 +25,8 @@ from logitship.server.model.reasoning_markers import resolve_reasoning_config
 from logitship.server.model.step_cost import measure_step_cost
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.processors.tree_files import attached_to_all, load_trees
+from logitship.server.requests.body_limits import QueuedBytes
 from logitship.server.requests.fair_pool import FairPool, pool_threads
-from logitship.server.requests.queued_bytes import QueuedBytes
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.forced_runs import ForcedRuns
 from logitship.server.speculation.ngram_speculation import NGramSpeculation

@@ -24,9 +24,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 from logitship.client.errors import LARGE_PROCESSOR_ADVICE, MAX_PROCESSOR_SIZE_FLAG
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, RequestTimeout, RequestTooLarge
+from logitship.server.requests.body_limits import BYTES_PER_ELEMENT, MAX_DEPTH, QueuedBody, scan_json
 from logitship.server.requests.fair_pool import FairPool
-from logitship.server.requests.json_scan import MAX_DEPTH, scan_json
-from logitship.server.requests.queued_bytes import BYTES_PER_ELEMENT, QueuedBody
 from logitship.server.schemas.request_schema import IgnoredFields, Model, parse_model
 
 from .auth import caller_of

@@ -39,7 +39,7 @@ from logitship.server.refusals import (
     RequestTooLarge,
     ServiceUnavailable,
 )
-from logitship.server.requests.json_scan import MAX_DEPTH, scan_json
+from logitship.server.requests.body_limits import MAX_DEPTH, scan_json
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 
 from .artifact_store import ArtifactStoreFull, StoredArtifact

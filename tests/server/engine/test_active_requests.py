@@ -12,9 +12,9 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.active_requests import ActiveRequest, ActiveRequests
 from logitship.server.metrics.request_metrics import ProcessorLabels, RequestMeter, RequestMetrics
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
+from logitship.server.requests.body_limits import QueuedBytes
 from logitship.server.requests.generation_stream import GenerationStream
 from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest
-from logitship.server.requests.queued_bytes import QueuedBytes
 from logitship.server.requests.sequence import Sequence
 from logitship.server.tokenizer import Tokenizer
 

@@ -24,6 +24,7 @@ from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
 from logitship.server.processors.artifact_store import ArtifactStore
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.refusals import BadRequest, Forbidden, NotFound, RequestRefused
+from logitship.server.requests.body_limits import QueuedBody, QueuedBytes
 from logitship.server.requests.fair_pool import FairPool
 from logitship.server.requests.generation_stream import GenerationStream
 from logitship.server.requests.messages import (
@@ -33,7 +34,6 @@ from logitship.server.requests.messages import (
     RequestError,
     TokenLogprobs,
 )
-from logitship.server.requests.queued_bytes import QueuedBody, QueuedBytes
 from logitship.server.requests.request_validation import Limits, check
 from logitship.server.tokenizer import Tokenizer
 
