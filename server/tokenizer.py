@@ -1,7 +1,8 @@
-"""The model's tokenizer, reduced to the calls that the server needs."""
+"""The model's tokenizer, and the text of tokens as they arrive: never half a character."""
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Sequence
 from functools import cached_property
@@ -9,9 +10,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+_REPLACEMENT = "\ufffd"
+# A UTF-8 character has at most four bytes and a token at least one: an incomplete character has at most three tokens.
+_MOST_PENDING_TOKENS = 3
+# A run of tokens may never end at the end of a character. Since each push decodes all unread tokens, decoding starts
+# over after this many.
+_MOST_UNREAD_TOKENS = 32
+
 
 class Tokenizer:
-    """Wraps a Hugging Face tokenizer. Safe to call from several threads."""
+    """Wraps a Hugging Face tokenizer, reduced to the calls that the server needs. Safe to call from several threads."""
 
     def __init__(self, hf_tokenizer: Any) -> None:
         self.hf_tokenizer = hf_tokenizer
@@ -138,6 +146,90 @@ class Tokenizer:
     def _is_byte_level(self) -> bool:
         backend = getattr(self.hf_tokenizer, "backend_tokenizer", None)
         return "ByteLevel" in str(getattr(backend, "decoder", ""))
+
+
+class IncrementalDetokenizer:
+    """Turns the tokens of one sequence into text as they arrive.
+
+    Each piece is the difference between two decodings that start at the same token, because the text of a token may
+    depend on the one before it (a leading space, for example). The bytes of an incomplete character are held back. This
+    is the algorithm of Hugging Face's text-generation-inference, with a limit: invalid bytes hold back at most three
+    characters.
+
+    Args:
+        context: the last tokens of the prompt, which the text continues.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        context: list[int],
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._spaces_between_special_tokens = spaces_between_special_tokens
+        self._ids = list(context)
+        self._context_length = len(context)
+        self._begin = 0
+        """Index of the token where decoding starts."""
+        self._read = len(context)
+        """Index where it starts next: all text before it was emitted, and no character spans it."""
+        text = self._decode(0, self._read)
+        self._emitted = len(text)
+        """Characters of the text from `_begin` on that were emitted."""
+        if text.endswith(_REPLACEMENT):
+            self._exclude_incomplete_character()
+
+    def push(self, token_id: int) -> str:
+        """Add a token, and return the text that is final now."""
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            return ""  # has no text, and does not end an incomplete character
+        self._ids.append(token_id)
+        text = self._decode(self._begin, len(self._ids))
+        if not text.endswith(_REPLACEMENT) or len(self._ids) - self._read > _MOST_UNREAD_TOKENS:
+            return self._advance(text)
+        # A decoder writes an incomplete character as one U+FFFD, or as one for each of its bytes.
+        trailing = len(text) - len(text.rstrip(_REPLACEMENT))
+        final = text[: len(text) - min(trailing, _MOST_PENDING_TOKENS)]
+        piece = final[self._emitted :]
+        self._emitted = max(self._emitted, len(final))
+        return piece
+
+    def fork(self) -> IncrementalDetokenizer:
+        """Return an independent copy."""
+        fork = copy.copy(self)
+        fork._ids = self._ids.copy()
+        return fork
+
+    def flush(self) -> str:
+        """Return the text that was held back, with U+FFFD for incomplete characters."""
+        if len(self._ids) in (self._read, self._context_length):  # all emitted, or no output
+            return ""
+        return self._advance(self._decode(self._begin, len(self._ids)))
+
+    def _exclude_incomplete_character(self) -> None:
+        """Make a character that the prompt ends inside of part of the output."""
+        for pending in range(1, min(_MOST_PENDING_TOKENS, len(self._ids)) + 1):
+            text = self._decode(0, len(self._ids) - pending)
+            if not text.endswith(_REPLACEMENT):
+                self._read, self._emitted = len(self._ids) - pending, len(text)
+                return
+
+    def _decode(self, begin: int, end: int) -> str:
+        return self._tokenizer.decode(
+            self._ids[begin:end],
+            skip_special_tokens=self._skip_special_tokens,
+            spaces_between_special_tokens=self._spaces_between_special_tokens,
+        )
+
+    def _advance(self, text: str) -> str:
+        piece = text[self._emitted :]
+        self._begin, self._read = self._read, len(self._ids)
+        self._emitted = len(self._decode(self._begin, self._read))
+        return piece
 
 
 def _byte_level_alphabet() -> dict[str, int]:

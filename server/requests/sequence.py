@@ -1,17 +1,19 @@
-"""The state of one continuation of one prompt, from admission to its finish reason."""
+"""The state of one continuation of one prompt, from admission to its finish reason; stop strings, which may end it."""
 
 from __future__ import annotations
 
 import copy
+from bisect import bisect_right
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from logitship.sampler.processors.processor_groups import uses_of
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import RowTrace
-from logitship.server.tokenizer import Tokenizer
+from logitship.server.tokenizer import IncrementalDetokenizer, Tokenizer
 
-from .detokenizer import IncrementalDetokenizer, StopMatch, StopStrings
 from .messages import FinishReason, GenerationChunk, TokenLogprobs
 from .stop_regex import StopRegexSearch, compile_stop_regex
 
@@ -300,5 +302,81 @@ class Sequence:
         )
 
 
+@dataclass(frozen=True)
+class StopMatch:
+    """A stop string that was found.
+
+    Attributes:
+        matched: the stop string.
+        text: the rest of the sequence's text.
+    """
+
+    matched: str
+    text: str
+
+
+class StopStrings:
+    """Finds stop strings in text that arrives in pieces.
+
+    Text that could be the start of a stop string is held back until that is decided. The match is the stop string that
+    ends first, and the longest of those, so that it does not depend on where the pieces end.
+
+    The time of a piece grows with its length and that of the held text, not with the number of stop strings.
+    """
+
+    def __init__(self, stop: tuple[str, ...], *, include: bool) -> None:
+        self._stop = _without_redundant(stop)
+        self._longest = max(map(len, self._stop), default=0)
+        self._include = include
+        self._held = ""
+
+    def push(self, piece: str) -> str | StopMatch:
+        """Add text. Returns the text that is final now, or the match that ends the sequence."""
+        if not self._stop:
+            return piece
+        text = self._held + piece
+        found: tuple[int, int] | None = None
+        held_from = len(text)
+        for begin in range(len(text)):
+            if found is not None and begin >= found[0]:
+                break
+            rest = text[begin : begin + self._longest]
+            above = bisect_right(self._stop, rest)
+            if above and rest.startswith(self._stop[above - 1]):
+                match = (begin + len(self._stop[above - 1]), begin)
+                found = match if found is None else min(found, match)
+            elif begin < held_from and above < len(self._stop) and self._is_beginning(rest, begin, text, above):
+                held_from = begin
+        if found is not None:
+            end, begin = found
+            self._held = ""
+            return StopMatch(text[begin:end], text[: end if self._include else begin])
+        self._held = text[held_from:]
+        return text[:held_from]
+
+    def flush(self) -> str:
+        """Return the text that was held back: it became no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _is_beginning(self, rest: str, begin: int, text: str, above: int) -> bool:
+        """Return whether the text from `begin` on is the beginning of a stop string."""
+        return begin + len(rest) == len(text) and self._stop[above].startswith(rest)
+
+
 def _noop(chunk: GenerationChunk) -> None:
     pass
+
+
+@lru_cache(maxsize=32)  # the sequences of a request have the same
+def _without_redundant(stop: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the stop strings, sorted, without those that begin with another: the other one ends first.
+
+    Of the remaining ones, a text can only begin with the last that is not above it in the order, and only the first
+    above it can begin with the text.
+    """
+    kept: list[str] = []
+    for each in sorted(stop):
+        if not (kept and each.startswith(kept[-1])):
+            kept.append(each)
+    return tuple(kept)

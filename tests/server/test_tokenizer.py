@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as TokenizersTokenizer
 from transformers import PreTrainedTokenizerFast
 
-from logitship.server.tokenizer import Tokenizer
+from logitship.server.tokenizer import IncrementalDetokenizer, Tokenizer
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -100,3 +101,133 @@ def test_chat_template_error(tokenizer: Tokenizer) -> None:
     strict.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(ValueError, match="the chat template refuses the messages: roles must alternate"):
         Tokenizer(strict).apply_chat_template(MESSAGES)
+
+
+REPLACEMENT = "\ufffd"
+END, THINK = 1, 2
+"""Special tokens of the tiny tokenizer."""
+
+
+def detokenizer(tokenizer: Tokenizer, context: list[int], skip: bool = True) -> IncrementalDetokenizer:
+    return IncrementalDetokenizer(tokenizer, context, skip_special_tokens=skip, spaces_between_special_tokens=True)
+
+
+def pieces_of(text: IncrementalDetokenizer, ids: list[int]) -> list[str]:
+    return [*(text.push(token) for token in ids), text.flush()]
+
+
+def test_character_is_emitted_with_its_last_byte(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a€😀b", add_special_tokens=False)
+    assert len(ids) == 1 + 3 + 4 + 1
+    assert pieces_of(detokenizer(tokenizer, []), ids) == ["a", "", "", "€", "", "", "", "😀", "b", ""]
+
+
+def test_prompt_ends_inside_character(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("x😀y", add_special_tokens=False)
+    for cut in (2, 3, 4):
+        assert "".join(pieces_of(detokenizer(tokenizer, ids[:cut]), ids[cut:])) == "😀y"
+
+
+def test_invalid_bytes_of_prompt_are_not_repeated(tokenizer: Tokenizer) -> None:
+    continuation = tokenizer.encode("€", add_special_tokens=False)[1]
+    a, b = tokenizer.encode("ab", add_special_tokens=False)
+    assert pieces_of(detokenizer(tokenizer, [continuation] * 5), [a, b]) == ["a", "b", ""]
+
+
+def test_incomplete_prompt_without_output(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("€", add_special_tokens=False)
+    assert detokenizer(tokenizer, ids[:2]).flush() == ""
+
+
+def test_incomplete_characters_become_replacement_characters(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ab€", add_special_tokens=False)
+    assert pieces_of(detokenizer(tokenizer, []), ids[:-1]) == ["a", "b", "", "", REPLACEMENT]
+    broken = [ids[3], ids[0], ids[1]]
+    assert "".join(pieces_of(detokenizer(tokenizer, []), broken)) == f"{REPLACEMENT}ab"
+
+
+def test_invalid_bytes_hold_back_at_most_three_tokens(tokenizer: Tokenizer) -> None:
+    """However many invalid bytes there are."""
+    lead = tokenizer.encode("€", add_special_tokens=False)[0]
+    text = detokenizer(tokenizer, [])
+    emitted = ""
+    for number in range(1, 50):
+        emitted += text.push(lead)
+        assert len(emitted) >= number - 3
+    assert emitted + text.flush() == REPLACEMENT * 49
+
+
+def test_flush_does_not_repeat_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("€a", add_special_tokens=False)
+    text = detokenizer(tokenizer, [])
+    assert [text.push(ids[0]), text.flush(), text.flush(), text.push(ids[3])] == ["", REPLACEMENT, "", "a"]
+
+
+def test_skip_special_tokens(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("ab", add_special_tokens=False)
+    ids.insert(1, THINK)
+    assert pieces_of(detokenizer(tokenizer, [], skip=True), ids) == ["a", "", "b", ""]
+    assert pieces_of(detokenizer(tokenizer, [], skip=False), ids) == ["a", "<think>", "b", ""]
+
+
+def test_special_tokens_inside_character(tokenizer: Tokenizer) -> None:
+    first, second, third = tokenizer.encode("€", add_special_tokens=False)
+    ids = [first, THINK, THINK, THINK, END, second, third]
+    assert pieces_of(detokenizer(tokenizer, []), ids) == ["", "", "", "", "", "", "€", ""]
+
+
+def random_ids(rng: random.Random, tokenizer: Tokenizer, length: int) -> list[int]:
+    """Return a mix of several scripts, invalid bytes, incomplete characters and special tokens."""
+    ids: list[int] = []
+    while len(ids) < length:
+        kind = rng.random()
+        if kind < 0.6:
+            text = "".join(rng.choices("ab é€ß日本語😀👩‍🚀\ufffd", k=rng.randint(1, 4)))
+            ids += tokenizer.encode(text, add_special_tokens=False)[: rng.choice([1, 2, 100])]
+        elif kind < 0.9:
+            ids += [rng.randrange(4, 260) for _ in range(rng.randint(1, 3))]
+        else:
+            ids.append(rng.randrange(4))
+    return ids
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("seed", range(60))
+def test_pieces_concatenate_to_the_decoded_text(seed: int, skip: bool, tokenizer: Tokenizer) -> None:
+    rng = random.Random(seed)
+    context, ids = random_ids(rng, tokenizer, rng.randint(0, 5))[:5], random_ids(rng, tokenizer, 40)
+    text = detokenizer(tokenizer, context, skip)
+
+    def decoded(count: int) -> str:
+        return tokenizer.decode(context + ids[:count], skip_special_tokens=skip)
+
+    # An incomplete character at the end of the prompt is part of the output.
+    known = decoded(0)
+    for pending in range(1, min(3, len(context)) + 1):
+        if known.endswith(REPLACEMENT):
+            shorter = tokenizer.decode(context[: len(context) - pending], skip_special_tokens=skip)
+            if not shorter.endswith(REPLACEMENT):
+                known = shorter
+    whole = decoded(len(ids))
+    emitted = known
+    for count, token in enumerate(ids, 1):
+        emitted += text.push(token)
+        # Later tokens do not change emitted text, so no piece ended inside a character.
+        assert whole.startswith(emitted)
+        assert len(decoded(count)) - len(emitted) <= 3
+    assert emitted + text.flush() == whole
+
+
+def test_leading_space_is_kept(sentencepiece_like: Tokenizer) -> None:
+    """Decoding a word alone strips its space: a piece is the difference to the previous token."""
+    text = detokenizer(sentencepiece_like, [3])
+    assert pieces_of(text, [4, 3, 4]) == [" world", " hello", " world", ""]
+    assert pieces_of(detokenizer(sentencepiece_like, []), [3, 4]) == ["hello", " world", ""]
+
+
+@pytest.fixture(scope="module")
+def sentencepiece_like() -> Tokenizer:
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2, "▁hello": 3, "▁world": 4}
+    tokenizer = TokenizersTokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
+    tokenizer.decoder = decoders.Metaspace()
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>"))

@@ -1,8 +1,7 @@
-"""Chunks of a sequence are the same whether they are emitted after each token or later."""
-
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,11 +9,93 @@ import pytest
 
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import FinishReason, GenerationChunk
-from logitship.server.requests.sequence import Sequence
+from logitship.server.requests.sequence import Sequence, StopMatch, StopStrings
 from logitship.server.tokenizer import Tokenizer
 
 EOS = 1
 STOP = 40
+
+
+def stopped(stop: tuple[str, ...], pieces: list[str], include: bool = False) -> tuple[str, str | None]:
+    """Return the emitted text, and the stop string that ended it."""
+    search = StopStrings(stop, include=include)
+    emitted = ""
+    for piece in pieces:
+        found = search.push(piece)
+        if isinstance(found, StopMatch):
+            return emitted + found.text, found.matched
+        emitted += found
+    return emitted + search.flush(), None
+
+
+def naive(stop: tuple[str, ...], text: str, include: bool) -> tuple[str, str | None]:
+    """Search character by character: the stop string that ends first ends the text, the longest of those."""
+    for end in range(1, len(text) + 1):
+        complete = [string for string in stop if text[:end].endswith(string)]
+        if complete:
+            matched = max(complete, key=len)
+            return text[: end if include else end - len(matched)], matched
+    return text, None
+
+
+def test_no_stop_strings() -> None:
+    search = StopStrings((), include=False)
+    assert search.push("text") == "text"
+    assert search.flush() == ""
+
+
+@pytest.mark.parametrize(
+    ("stop", "pieces", "expected"),
+    [
+        (("\n\n",), ["a\n", "\nb"], ("a", "\n\n")),
+        (("STOP",), ["ST", "ST", "OP."], ("ST", "STOP")),
+        (("STOP",), ["go ST", "ART"], ("go START", None)),
+        (("STOP",), ["go ST"], ("go ST", None)),
+        (("abcd", "bc"), ["abcd"], ("a", "bc")),
+        (("abcd", "bc"), ["abc", "d"], ("a", "bc")),
+        (("c", "abc"), ["abc"], ("", "abc")),
+        (("aab",), ["aaaa", "ab"], ("aaa", "aab")),
+        (("é",), ["", "cafe\u0301", "é!"], ("cafe\u0301", "é")),
+    ],
+)
+def test_stop_strings(stop: tuple[str, ...], pieces: list[str], expected: tuple[str, str | None]) -> None:
+    assert stopped(stop, pieces) == expected
+
+
+def test_only_possible_stop_strings_are_held_back() -> None:
+    search = StopStrings(("</end>",), include=False)
+    assert [search.push(piece) for piece in ("one", " <", " two </", "e", "x")] == ["one", " ", "< two ", "", "</ex"]
+
+
+def test_many_stop_strings_take_no_longer_than_few() -> None:
+    """1,024 strings of 256 characters that the output is the beginning of, and three that it is not."""
+
+    def seconds(stop: tuple[str, ...]) -> float:
+        search = StopStrings(stop, include=False)
+        began = time.thread_time()
+        for _ in range(250):
+            assert isinstance(search.push("a"), str)
+        return time.thread_time() - began
+
+    many = seconds(tuple("a" * 250 + f"{number:06}" for number in range(1024)))
+    assert many < 100 * seconds(tuple("a" * 250 + f"{number:06}" for number in range(3)))
+
+
+@pytest.mark.parametrize("include", [True, False])
+@pytest.mark.parametrize("seed", range(100))
+def test_match_does_not_depend_on_piece_boundaries(seed: int, include: bool) -> None:
+    rng = random.Random(seed)
+    for _ in range(50):
+        stop = tuple("".join(rng.choices("ab", k=rng.randint(1, 5))) for _ in range(rng.randint(1, 3)))
+        text = "".join(rng.choices("aabbc", k=rng.randint(0, 30)))
+        expected = naive(stop, text, include)
+        for _ in range(3):
+            cuts: list[Any] = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 12)))
+            pieces = [text[begin:end] for begin, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+            assert stopped(stop, pieces, include) == expected
+
+
+# --- chunks that are emitted late ---
 
 
 def made(tokenizer: Tokenizer, chunks: list[GenerationChunk], max_tokens: int, **params: Any) -> Sequence:

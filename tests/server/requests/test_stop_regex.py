@@ -8,7 +8,6 @@ from collections.abc import Callable
 import pytest
 
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.requests.detokenizer import IncrementalDetokenizer
 from logitship.server.requests.messages import FinishReason, GenerationChunk
 from logitship.server.requests.sequence import Sequence
 from logitship.server.requests.stop_regex import (
@@ -17,7 +16,7 @@ from logitship.server.requests.stop_regex import (
     StopRegexSearch,
     compile_stop_regex,
 )
-from logitship.server.tokenizer import Tokenizer
+from logitship.server.tokenizer import IncrementalDetokenizer, Tokenizer
 
 END = 1
 CHARACTERS = "aAb_ \né1²"
