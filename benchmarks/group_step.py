@@ -49,8 +49,8 @@ from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_groups import ProcessorUse, adjacent_swaps, group_key
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import ModelInfo
+from logitship.server.metrics.observed_metrics import EngineMetrics
 from logitship.server.metrics.step_clock import StepClock, TimedProcessors
 
 PEERS = Path(__file__).parents[1] / "tests" / "peers"

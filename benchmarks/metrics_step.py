@@ -13,9 +13,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from logitship.sampler.processors.executor import DisabledExecutor, LoadedProcessor
-from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import ModelInfo
-from logitship.server.metrics.request_metrics import RequestMeter
+from logitship.server.metrics.observed_metrics import EngineMetrics, RequestMeter
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.requests.messages import GenerationChunk
 

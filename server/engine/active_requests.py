@@ -11,7 +11,7 @@ from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.metrics.engine_stats import ModelInfo
-from logitship.server.metrics.request_metrics import RequestMeter
+from logitship.server.metrics.observed_metrics import RequestMeter
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.body_limits import QueuedBody
 from logitship.server.requests.generation_stream import GenerationStream

@@ -16,9 +16,8 @@ from logitship.sampler.client_context import Disconnect, current_disconnect
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxStats
 from logitship.server.config import ServerConfig
-from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
-from logitship.server.metrics.request_metrics import RequestMeter
+from logitship.server.metrics.observed_metrics import EngineMetrics, RequestMeter
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors

@@ -12,9 +12,8 @@ from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.processors.executor import ProcessorExecutor
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.server.config import ServerConfig
-from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import ModelInfo
-from logitship.server.metrics.request_metrics import MOST_NAMES
+from logitship.server.metrics.observed_metrics import MOST_NAMES, EngineMetrics
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.model.capacity import max_model_len, prefix_cache_blocks
 from logitship.server.model.deterministic_check import check_determinism

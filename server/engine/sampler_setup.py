@@ -9,8 +9,8 @@ from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, Vllm
 from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.sampler import Sampler
 from logitship.server.config import ServerConfig
-from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import ModelInfo
+from logitship.server.metrics.observed_metrics import EngineMetrics
 from logitship.server.metrics.step_clock import StepClock, TimedProcessors
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.refusals import StartError

@@ -7,7 +7,7 @@ import asyncio
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
 
-from logitship.server.metrics.engine_metrics import EngineMetrics
+from logitship.server.metrics.observed_metrics import EngineMetrics
 
 from .documentation import operation
 

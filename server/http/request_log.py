@@ -16,8 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logitship.client.records import Receipt
 from logitship.server.logs import current_request_id
-from logitship.server.metrics.engine_metrics import EngineMetrics
-from logitship.server.metrics.request_metrics import OTHER
+from logitship.server.metrics.observed_metrics import OTHER, EngineMetrics
 from logitship.server.refusals import RateLimited, RequestRefused
 from logitship.server.requests.generation_stream import Continuation
 from logitship.server.schemas.request_schema import IgnoredFields

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 from logitship.sampler.processors.executor import DisabledExecutor, LoadedProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.active_requests import ActiveRequest, ActiveRequests
-from logitship.server.metrics.request_metrics import ProcessorLabels, RequestMeter, RequestMetrics
+from logitship.server.metrics.observed_metrics import ProcessorLabels, RequestMeter, RequestMetrics
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.body_limits import QueuedBytes
 from logitship.server.requests.generation_stream import GenerationStream

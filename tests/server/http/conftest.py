@@ -19,8 +19,8 @@ from logitship.client.serialization.processor_string import InstalledProcessor, 
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.app import create_app
-from logitship.server.metrics.engine_metrics import EngineMetrics
 from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
+from logitship.server.metrics.observed_metrics import EngineMetrics
 from logitship.server.processors.artifact_store import ArtifactStore
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.refusals import BadRequest, Forbidden, NotFound, RequestRefused
