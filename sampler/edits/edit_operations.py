@@ -128,6 +128,18 @@ def most_edits(num_rows: int) -> int:
 GroupEdits: TypeAlias = Sequence[Edit]
 """The edits of one call, in order."""
 
+
+def may_forbid_most(edits: GroupEdits, vocab_size: int) -> bool:
+    """Return whether edits may set all of a row but a few logits to -inf. Fast."""
+    return any(
+        (isinstance(edit, Fill | PutMask) and edit.value == -np.inf)
+        or isinstance(edit, PutRows)
+        or (isinstance(edit, EditRows) and isinstance(edit.operand, np.ndarray))
+        or (isinstance(edit, Put) and len(edit.positions) >= vocab_size - 1)
+        for edit in edits
+    )
+
+
 LayerPart: TypeAlias = tuple[int, Sequence[int], Edit]
 """Number of the call, its rows in the batch, and an edit."""
 

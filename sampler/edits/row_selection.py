@@ -11,14 +11,12 @@ import torch
 from .edit_operations import (
     Edit,
     EditRows,
-    Fill,
     Floats,
     GroupEdits,
     Operand,
     Positions,
     Put,
     PutMask,
-    PutRows,
     Restore,
     Save,
 )
@@ -85,17 +83,6 @@ def _selected(edits: GroupEdits, place: npt.NDArray[np.int64], vocab_size: int) 
 
 def _of(operand: Operand, chosen: _Chosen) -> Operand:
     return operand[chosen] if isinstance(operand, np.ndarray) else operand
-
-
-def may_forbid_most(edits: GroupEdits, vocab_size: int) -> bool:
-    """Return whether edits may set all of a row but a few logits to -inf. Fast."""
-    return any(
-        (isinstance(edit, Fill | PutMask) and edit.value == -np.inf)
-        or isinstance(edit, PutRows)
-        or (isinstance(edit, EditRows) and isinstance(edit.operand, np.ndarray))
-        or (isinstance(edit, Put) and len(edit.positions) >= vocab_size - 1)
-        for edit in edits
-    )
 
 
 def finite_tokens(edits: GroupEdits, vocab_size: int) -> tuple[_Chosen, _Chosen] | None:

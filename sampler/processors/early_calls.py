@@ -19,8 +19,8 @@ from typing import TypeAlias
 import torch
 
 from logitship.sampler.allowed_tokens import AllowedTokens, mask_of
-from logitship.sampler.edits.edit_operations import GroupEdits
-from logitship.sampler.edits.row_selection import finite_tokens, is_row_wise, may_forbid_most, select_rows
+from logitship.sampler.edits.edit_operations import GroupEdits, may_forbid_most
+from logitship.sampler.edits.row_selection import finite_tokens, is_row_wise, select_rows
 
 from .deferred_calls import DeferredCalls
 from .executor import CollectEdits, Run, RunOutcome
