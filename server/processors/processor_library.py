@@ -221,7 +221,8 @@ class ProcessorLoader:
         assert isinstance(string, PickledProcessor | SourceProcessor)
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
         self._check_allowed(runnable.digest)
-        self._check_artifacts(runnable, tenant)
+        if runnable.artifacts:
+            self._check_artifacts(runnable, tenant)
         return runnable
 
     def prepare(
