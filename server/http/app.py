@@ -8,7 +8,6 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from logitship.server.allowed_hosts import AllowedHosts
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.openai.openai_routes import openai_router
@@ -46,7 +45,7 @@ from logitship.server.schemas.tokenize_schemas import (
 
 from .artifact_routes import artifact_router
 from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
-from .cross_origin import CrossOriginProtectionMiddleware
+from .cross_origin import AllowedHosts, CrossOriginProtectionMiddleware
 from .docs_routes import docs_router
 from .documentation import complete
 from .json_responses import install_error_handlers

@@ -12,12 +12,14 @@ such requests out, and programs pass them without noticing:
 
 from __future__ import annotations
 
+import re
+import socket
 from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from logitship.server.allowed_hosts import ANY, AllowedHosts, host_name, is_same_origin
+from logitship.server.allowed_hosts import ANY, address_of, is_loopback
 from logitship.server.refusals import Forbidden, RequestRefused, UnsupportedMediaType
 
 from .json_responses import refusal_response
@@ -30,6 +32,42 @@ _METHODS_WITH_BODY = frozenset({"PATCH", "POST", "PUT"})
 _JSON = "application/json"
 _LONGEST_SHOWN = 80
 """Characters of a header that a message repeats."""
+_HOST_HEADER = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:/?#@]+)(:\d*)?")
+_DEFAULT_PORTS = {"http": ":80", "https": ":443"}
+_PRIVATE_SUFFIXES = (".local", ".internal", ".home.arpa")
+"""Names below these are never in the public DNS (RFC 6762, ICANN 2024, RFC 8375)."""
+
+
+class AllowedHosts:
+    """The values of `Host` that a server accepts.
+
+    A web page can have its own name resolved to the address of a server (DNS rebinding); requests from the page are
+    then same-origin for the browser, but their `Host` is the page's name. IP addresses cannot be rebound, and neither
+    can names that the attacker cannot own: `localhost`, this machine's, and, where other machines may ask, names that
+    exist in private networks only.
+
+    Args:
+        host: address or name to listen on.
+        allowed: values of `--allowed-host`.
+    """
+
+    def __init__(self, host: str, allowed: Iterable[str] = ()) -> None:
+        machine = socket.gethostname().lower()
+        patterns = [pattern.lower() for pattern in allowed]
+        self._any = ANY in patterns
+        self._names = {"localhost", host.lower(), machine, f"{machine}.local", *patterns}
+        self._suffixes = (".localhost", *(pattern[1:] for pattern in patterns if pattern.startswith("*.")))
+        self._takes_private_names = not is_loopback(host)
+
+    def accept(self, host_header: str) -> bool:
+        """Return whether a request with this `Host` is meant for this server."""
+        name = _host_name(host_header)
+        return self._any or (name is not None and self._knows(name))
+
+    def _knows(self, name: str) -> bool:
+        if name in self._names or name.endswith(self._suffixes) or address_of(name) is not None:
+            return True
+        return self._takes_private_names and ("." not in name or name.endswith(_PRIVATE_SUFFIXES))
 
 
 class CrossOriginProtectionMiddleware:
@@ -81,6 +119,19 @@ class CrossOriginProtectionMiddleware:
         return origin is not None and not is_same_origin(origin, headers.get("host", ""))
 
 
+def _host_name(host_header: str) -> str | None:
+    """Return the name or address in a `Host` header, in lower case; None if it is malformed."""
+    found = _HOST_HEADER.fullmatch(host_header)
+    return None if found is None else found[1].lower().removesuffix(".")
+
+
+def is_same_origin(origin: str, host_header: str) -> bool:
+    """Return whether `Origin` and `Host` name the same server. The scheme may differ: a proxy may add TLS."""
+    scheme, _, netloc = origin.lower().partition("://")
+    port = _DEFAULT_PORTS.get(scheme, "")
+    return bool(netloc) and netloc.removesuffix(port) == host_header.lower().removesuffix(port)
+
+
 def _opens_page(scope: Scope, headers: Headers) -> bool:
     """Return whether a visitor follows a link to one of the pages. A page in a frame is not opened."""
     return (
@@ -105,7 +156,7 @@ def _check_content_type(headers: Headers, expected: str) -> None:
 
 
 def _foreign_host(header: str) -> Forbidden:
-    name = (host_name(header) or "NAME")[:_LONGEST_SHOWN]
+    name = (_host_name(header) or "NAME")[:_LONGEST_SHOWN]
     return Forbidden(
         f"Host: {header[:_LONGEST_SHOWN]!r} is not a name of this server: use its IP address, or start the server with "
         f"--allowed-host {name}"

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from starlette.websockets import WebSocketDisconnect
+
+from logitship.server.http.cross_origin import AllowedHosts, is_same_origin
 
 BODY = {"text": "a"}
 SITE = "https://app.example.org"
@@ -206,3 +209,60 @@ def test_any_origin(open_to: Callable[..., Any]) -> None:
 def test_web_sockets_are_refused(headers: dict[str, str], client: Any) -> None:
     with pytest.raises(WebSocketDisconnect), client.http.websocket_connect("/generate", headers=headers):
         pass
+
+
+LOCAL = ["localhost", "LocalHost:30000", "127.0.0.1:30000", "[::1]:30000", "192.168.1.5", "[fe80::1]:80", "0.0.0.0:1"]
+NEVER = [
+    "evil.example",
+    "127.0.0.1.evil.example:30000",
+    "localhost.evil.example",
+    "",
+    ":30000",
+    "a b",
+    "evil@127.0.0.1",
+]
+PRIVATE = ["gpu-box:30000", "logitship.default.svc.cluster.local", "llm.internal:80", "box.home.arpa"]
+
+
+@pytest.mark.parametrize("bound", ["127.0.0.1", "0.0.0.0", "llm.example.org"])
+def test_addresses_and_own_names_are_accepted(bound: str) -> None:
+    hosts = AllowedHosts(bound)
+    machine = socket.gethostname()
+    for header in (*LOCAL, "localhost.", "app.localhost:1", bound, f"{bound}:80", machine, f"{machine}.local:30000"):
+        assert hosts.accept(header), header
+    for header in NEVER:
+        assert not hosts.accept(header), header
+
+
+def test_private_names_are_accepted_where_other_machines_may_ask() -> None:
+    assert [AllowedHosts("0.0.0.0").accept(name) for name in PRIVATE] == [True] * len(PRIVATE)
+    machine = socket.gethostname().lower()
+    others = [name for name in PRIVATE if not name.startswith(machine)]
+    assert [AllowedHosts("127.0.0.1").accept(name) for name in others] == [False] * len(others)
+
+
+def test_allowed_hosts() -> None:
+    hosts = AllowedHosts("127.0.0.1", ["LLM.example.org", "*.corp.example"])
+    for header in ("llm.example.org", "llm.Example.org:443", "a.corp.example", "a.b.corp.example:1", "localhost"):
+        assert hosts.accept(header), header
+    for header in ("example.org", "corp.example", "notcorp.example", "evil.example"):
+        assert not hosts.accept(header), header
+    assert all(AllowedHosts("127.0.0.1", ["*"]).accept(header) for header in (*NEVER, *LOCAL))
+
+
+@pytest.mark.parametrize(
+    ("origin", "host", "same"),
+    [
+        ("http://127.0.0.1:30000", "127.0.0.1:30000", True),
+        ("https://llm.example.org", "LLM.example.org", True),
+        ("https://llm.example.org", "llm.example.org:443", True),
+        ("http://llm.example.org:80", "llm.example.org", True),
+        ("http://127.0.0.1:8000", "127.0.0.1:30000", False),
+        ("http://localhost:30000", "127.0.0.1:30000", False),
+        ("http://127.0.0.1:80", "127.0.0.1:8080", False),
+        ("null", "null", False),
+        ("", "", False),
+    ],
+)
+def test_same_origin(origin: str, host: str, same: bool) -> None:
+    assert is_same_origin(origin, host) is same
