@@ -43,10 +43,10 @@ from comparison import (
 from step_side import StepSide
 
 from logitship.client.processor import CustomLogitProcessor
-from logitship.sampler.batch.persistent_batch import PersistentBatch
+from logitship.sampler.batch.persistent_batch import PersistentBatch, adjacent_swaps
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
-from logitship.sampler.processors.processor_groups import ProcessorUse, adjacent_swaps, group_key
+from logitship.sampler.processors.processor_groups import ProcessorUse, group_key
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.metrics.engine_stats import ModelInfo

@@ -1,7 +1,7 @@
 """Requests' uses of processors, and the groups of rows that share a processor.
 
 Groups are rebuilt only when the batch changes. The batch's rows are reordered so that the rows of each processor are
-adjacent: adjacent rows are a view of the logits; scattered rows have to be gathered and written back.
+adjacent (`group_key`): adjacent rows are a view of the logits; scattered rows have to be gathered and written back.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 
 from logitship.client.records import Receipt
+from logitship.sampler.edits.merged_edits import apply_edits
 
 if TYPE_CHECKING:
+    from logitship.sampler.edits.edit_operations import GroupEdits
     from logitship.sampler.sampling_params import SamplingParams
 
-    from .executor import ExecutorRow, LoadedProcessor, LogitsUse, RunOutcome
+    from .executor import CollectEdits, ExecutorRow, LoadedProcessor, LogitsUse, RunOutcome
 
 
 @dataclass(eq=False)
@@ -296,6 +298,57 @@ class GroupStage:
         return GroupStage(self.key, [there for group in self.groups if (there := group.select(places)) is not None])
 
 
+class StageLogits:
+    """The rows of each group of a stage, and the edits that its calls recorded.
+
+    Rows are taken when they are needed: a call that recorded edits needs none.
+
+    Args:
+        stage: the groups.
+        logits: float32 [rows of the batch, vocab].
+        observe: called with the edits of each call.
+    """
+
+    def __init__(
+        self, stage: GroupStage, logits: torch.Tensor, observe: Callable[[ProcessorGroup, GroupEdits], None]
+    ) -> None:
+        self._stage = stage
+        self._observe = observe
+        self._logits = logits
+        self._rows: dict[ProcessorGroup, torch.Tensor] = {}
+        self._edits: list[tuple[Sequence[int], GroupEdits]] = []
+        self._edited: list[ProcessorGroup] = []
+
+    def rows_of(self, group: ProcessorGroup) -> torch.Tensor:
+        """Return the rows of a group, float32 [rows, vocab]: a view if they are adjacent, else a copy."""
+        if group not in self._rows:
+            self._rows |= self._stage.rows_of(self._logits, group)
+        return self._rows[group]
+
+    def collector_of(self, group: ProcessorGroup) -> CollectEdits:
+        """Return what takes the edits of a group, see `Run.finish`."""
+
+        def collect(places: Sequence[int], edits: GroupEdits) -> None:
+            self._observe(group, edits)
+            self._edited.append(group)
+            self._edits.append((group.batch_rows(places), edits))
+
+        return collect
+
+    def apply_edits(self) -> None:
+        """Apply all edits to the batch's logits at once."""
+        if self._edits:
+            apply_edits(self._logits, self._edits)
+        for group in self._edited:
+            if not group.is_adjacent:
+                self._rows.pop(group, None)  # a copy from before
+
+    def write_back(self, group: ProcessorGroup) -> None:
+        """Write the rows of a group to the batch's logits, if they are a copy."""
+        if not group.is_adjacent and group in self._rows:
+            self._logits[group.rows] = self._rows[group]
+
+
 def group_rows(
     rows: Mapping[int, Sequence[GroupRow]], observer: Callable[[LoadedProcessor], ObserveCall]
 ) -> list[GroupStage]:
@@ -355,103 +408,3 @@ def group_key(params: SamplingParams) -> GroupKey:
     while names and not names[-1]:
         names.pop()
     return tuple(names)
-
-
-def adjacent_swaps(keys: Sequence[GroupKey]) -> list[tuple[int, int]]:
-    """Find swaps that make the rows of a group adjacent.
-
-    Afterwards the rows of the same first processor are adjacent, among these the rows of the same second one, and so
-    on. The minimum number of swaps is NP-hard to find, even for sorting repeated keys (Amir et al. 2009, "On the cost
-    of interchange rearrangement in strings"). So this is a heuristic in two parts, linear except for sorting the
-    groups. First each group is assigned the position where most of its rows already are, and rows without a group fill
-    the rest. Then rows are swapped into place, preferably by swaps that put both rows in place.
-
-    Guarantees:
-    * No swaps if the groups are already adjacent.
-    * Each swap puts at least one row in its final place, the last one two: there are fewer swaps than rows.
-
-    Args:
-        keys: keys of all rows, in row order.
-
-    Returns:
-        (row, row) swaps, to be done in order.
-    """
-    return _swaps(keys, _arranged(keys))
-
-
-def _arranged(keys: Sequence[GroupKey]) -> list[GroupKey]:
-    """Return the key that belongs at each row."""
-    arranged = list(keys)
-    # (first row, number of processors that its members share, members in their current order)
-    blocks: list[tuple[int, int, Sequence[GroupKey]]] = [(0, 0, keys)]
-    # Not recursive: a request may have more processors than Python's recursion limit.
-    while blocks:
-        first, depth, members = blocks.pop()
-        groups: defaultdict[str, list[int]] = defaultdict(list)
-        for place, key in enumerate(members):
-            if len(key) > depth:
-                groups[key[depth]].append(place)
-        ended = next((key for key in members if len(key) == depth), None)
-        if ended is not None:  # rows without a further processor fill the gaps between groups
-            arranged[first : first + len(members)] = [ended] * len(members)
-        for start, places in _placed(groups.values(), len(members)):
-            blocks.append((first + start, depth + 1, [members[place] for place in places]))
-    return arranged
-
-
-def _placed(groups: Iterable[list[int]], size: int) -> list[tuple[int, list[int]]]:
-    """Give each group a start, so that no groups overlap and all end before `size`."""
-    wanted = sorted((_fullest_window(places), places) for places in groups)
-    placed = []
-    free, remaining = 0, sum(len(places) for _, places in wanted)
-    for start, places in wanted:
-        start = min(max(start, free), size - remaining)
-        placed.append((start, places))
-        free = start + len(places)
-        remaining -= len(places)
-    return placed
-
-
-def _fullest_window(places: list[int]) -> int:
-    """Return the start of the window of the group's length that has most of its places, which ascend."""
-    begin, most = places[0], 0
-    end = 0
-    for number, place in enumerate(places):
-        while end < len(places) and places[end] < place + len(places):
-            end += 1
-        if end - number > most:
-            begin, most = place, end - number
-    return begin
-
-
-def _swaps(keys: Sequence[GroupKey], arranged: Sequence[GroupKey]) -> list[tuple[int, int]]:
-    """Return swaps that turn one order of keys into another."""
-    swaps = []
-    # Misplaced rows, by their current key, then by the key that belongs there.
-    misplaced: defaultdict[GroupKey, dict[GroupKey, list[int]]] = defaultdict(dict)
-    for row, (key, belongs) in enumerate(zip(keys, arranged, strict=True)):
-        if key == belongs:
-            continue
-        if key in misplaced[belongs]:
-            partner, _ = _take(misplaced[belongs], key)
-            swaps.append((partner, row))
-        else:
-            misplaced[key].setdefault(belongs, []).append(row)
-    for key, rows in misplaced.items():
-        while rows:
-            row, belongs = _take(rows, key)
-            # Follow the row with `key` from place to place until it is where it belongs.
-            while belongs != key:
-                source, source_belongs = _take(misplaced[belongs], key)
-                swaps.append((row, source))
-                row, belongs = source, source_belongs
-    return swaps
-
-
-def _take(rows: dict[GroupKey, list[int]], preferred: GroupKey) -> tuple[int, GroupKey]:
-    """Remove and return one of the rows with a key, and the key that belongs there: `preferred` if possible."""
-    belongs = preferred if preferred in rows else next(iter(rows))
-    row = rows[belongs].pop()
-    if not rows[belongs]:
-        del rows[belongs]
-    return row, belongs

@@ -32,12 +32,12 @@ from .processor_groups import (
     ProcessorGroup,
     ProcessorUse,
     StageKey,
+    StageLogits,
     group_rows,
     in_run_order,
     uses_of,
 )
 from .request_view import ModelView
-from .stage_logits import StageLogits
 
 CallObserver: TypeAlias = Callable[[LoadedProcessor], ObserveCall]
 """Returns the observer of a processor's calls."""

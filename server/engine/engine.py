@@ -12,10 +12,10 @@ from collections.abc import Sequence as Row
 import torch
 
 from logitship.client.errors import LogitshipError, ProcessorFault
-from logitship.sampler.batch.persistent_batch import PersistentBatch
+from logitship.sampler.batch.persistent_batch import PersistentBatch, adjacent_swaps
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
 from logitship.sampler.processors.deferred_calls import DeferredCalls
-from logitship.sampler.processors.processor_groups import adjacent_swaps, group_key, uses_of
+from logitship.sampler.processors.processor_groups import group_key, uses_of
 from logitship.sampler.sampler import NonFiniteLogitsError, NoTokenLeftError, Sampler, SamplerOutput
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.model.kv_cache import PrefixCacheStats

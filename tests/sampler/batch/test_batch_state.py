@@ -22,13 +22,13 @@ from logitship.builtin_processors.parameter_processors import (
     MinTokensLogitsProcessor,
 )
 from logitship.client.serialization.processor_string import ProcessorString
-from logitship.sampler.batch.persistent_batch import PersistentBatch
+from logitship.sampler.batch.persistent_batch import PersistentBatch, adjacent_swaps
 from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.local_executor import LocalExecutor
-from logitship.sampler.processors.processor_groups import ProcessorUse, adjacent_swaps, group_key
+from logitship.sampler.processors.processor_groups import ProcessorUse, group_key
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampler import Sampler

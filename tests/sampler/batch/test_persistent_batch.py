@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitship.sampler.batch.persistent_batch import BatchUpdateBuilder, PersistentBatch
+from logitship.sampler.batch.persistent_batch import BatchUpdateBuilder, PersistentBatch, RowKey, adjacent_swaps
 from logitship.sampler.batch_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality, MovedRequest
 from logitship.sampler.sampling_params import SamplingParams
 
@@ -356,3 +357,115 @@ def test_clear_drops_uncommitted_changes(new_request: NewRequest) -> None:
     update = batch.commit()
     assert update is not None
     assert (update.batch_size, list(update.removed), len(update.added)) == (1, [], 1)
+
+
+A, B, C, NONE = ("a",), ("b",), ("c",), ()
+DIGESTS = st.sampled_from(["a", "b", "c", ""])
+KEYS = st.lists(st.lists(DIGESTS, max_size=3).map(tuple), max_size=24)
+
+
+def after(keys: Sequence[RowKey], swaps: list[tuple[int, int]]) -> list[RowKey]:
+    rows = list(keys)
+    for row_1, row_2 in swaps:
+        rows[row_1], rows[row_2] = rows[row_2], rows[row_1]
+    return rows
+
+
+def groups_are_adjacent(keys: Sequence[RowKey]) -> bool:
+    """Check that rows which share a prefix of their keys are adjacent."""
+    beginnings = {key[:length] for key in keys for length in range(1, len(key) + 1)}
+    rows_of = [[row for row, key in enumerate(keys) if key[: len(begin)] == begin] for begin in beginnings]
+    return all(rows[-1] - rows[0] + 1 == len(rows) for rows in rows_of)
+
+
+def least_swaps(keys: tuple[RowKey, ...]) -> int:
+    """Return the minimum number of swaps by breadth-first search."""
+    seen = reached = {keys}
+    count = 0
+    while not any(groups_are_adjacent(order) for order in reached):
+        reached = {
+            tuple(after(order, [pair])) for order in reached for pair in combinations(range(len(keys)), 2)
+        } - seen
+        seen = seen | reached
+        count += 1
+    return count
+
+
+def small_batches() -> Iterator[tuple[RowKey, ...]]:
+    """Return all batches of up to six rows with up to three groups, up to the groups' names."""
+    for rows in range(7):
+        for keys in product((NONE, A, B, C), repeat=rows):
+            names = [key for key in dict.fromkeys(keys) if key]
+            if names == sorted(names):
+                yield keys
+
+
+@given(KEYS)
+def test_groups_become_adjacent(keys: list[RowKey]) -> None:
+    swaps = adjacent_swaps(keys)
+    assert groups_are_adjacent(after(keys, swaps))
+
+
+@given(KEYS)
+def test_adjacent_groups_need_no_swaps(keys: list[RowKey]) -> None:
+    assert adjacent_swaps(after(keys, adjacent_swaps(keys))) == []
+    if groups_are_adjacent(keys):
+        assert adjacent_swaps(keys) == []
+
+
+@given(KEYS)
+def test_each_swap_places_a_row_and_the_last_one_two(keys: list[RowKey]) -> None:
+    swaps = adjacent_swaps(keys)
+    rows, final = list(keys), after(keys, swaps)
+    misplaced = sum(key != belongs for key, belongs in zip(rows, final, strict=True))
+    assert len(swaps) <= max(0, misplaced - 1)
+    for swap in swaps:
+        rows = after(rows, [swap])
+        fewer = sum(key != belongs for key, belongs in zip(rows, final, strict=True))
+        assert fewer < misplaced
+        misplaced = fewer
+    assert misplaced == 0
+
+
+def test_swaps_are_close_to_the_minimum() -> None:
+    total = least = 0
+    for keys in small_batches():
+        swaps, fewest = len(adjacent_swaps(keys)), least_swaps(keys)
+        assert fewest <= swaps <= fewest + 2
+        total, least = total + swaps, least + fewest
+    assert total < 1.25 * least
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ([], []),
+        ([NONE, NONE], []),
+        ([A, NONE, NONE, B, B, NONE], []),
+        ([A, B, A], [(1, 2)]),
+        # One swap puts both rows in place.
+        ([A, A, B, A, B, B], [(2, 3)]),
+        ([A, A, A, B, B, A, B, A, B, B], [(3, 7), (4, 5)]),
+        # A row without a group is swapped with one that was added at the end.
+        ([A, A, NONE, NONE, B, B, NONE, C, C, A], [(2, 9)]),
+        # One row of B filled a gap within group A: the others stay where they are.
+        ([A, B, A, A, B, B, B], [(1, 3)]),
+        ([B, A, A, A, NONE, B, B, B], [(0, 4)]),
+        # Second processors: adjacent within the rows that share the first.
+        ([(*A, *B), (*A, *C), (*A, *B), A, B], [(1, 2)]),
+        ([(*A, *B), (*C, *B), A], [(1, 2)]),
+    ],
+)
+def test_examples(keys: list[RowKey], expected: list[tuple[int, int]]) -> None:
+    assert sorted(tuple(sorted(swap)) for swap in adjacent_swaps(keys)) == expected
+
+
+def test_addition_needs_at_most_one_swap_per_other_group() -> None:
+    keys = [key for key in (A, B, C, ("d",), ("e",)) for _ in range(50)]
+    assert len(adjacent_swaps([*keys, A])) <= 4
+
+
+def test_long_processor_list_does_not_recurse() -> None:
+    long = tuple(str(number) for number in range(3000))
+    keys = [NONE, long, long[:2000], long]
+    assert after(keys, adjacent_swaps(keys)) == [NONE, long, long, long[:2000]]

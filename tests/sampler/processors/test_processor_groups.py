@@ -1,24 +1,19 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import combinations, product
 from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import ExecutorSequence, LoadedProcessor, RunOutcome
 from logitship.sampler.processors.processor_groups import (
-    GroupKey,
     GroupRow,
     ProcessorGroup,
     ProcessorUse,
-    adjacent_swaps,
     group_key,
     group_rows,
 )
@@ -114,118 +109,6 @@ def test_group_is_last_if_all_rows_are(processors: Sequence[LoadedProcessor]) ->
     first, second = group_rows(rows, ignore)
     assert {group.processor.name: group.is_last for group in first.groups} == {"A": False, "C": True}
     assert [group.is_last for group in second.groups] == [True]
-
-
-A, B, C, NONE = ("a",), ("b",), ("c",), ()
-DIGESTS = st.sampled_from(["a", "b", "c", ""])
-KEYS = st.lists(st.lists(DIGESTS, max_size=3).map(tuple), max_size=24)
-
-
-def after(keys: Sequence[GroupKey], swaps: list[tuple[int, int]]) -> list[GroupKey]:
-    rows = list(keys)
-    for row_1, row_2 in swaps:
-        rows[row_1], rows[row_2] = rows[row_2], rows[row_1]
-    return rows
-
-
-def groups_are_adjacent(keys: Sequence[GroupKey]) -> bool:
-    """Check that rows which share a prefix of their keys are adjacent."""
-    beginnings = {key[:length] for key in keys for length in range(1, len(key) + 1)}
-    rows_of = [[row for row, key in enumerate(keys) if key[: len(begin)] == begin] for begin in beginnings]
-    return all(rows[-1] - rows[0] + 1 == len(rows) for rows in rows_of)
-
-
-def least_swaps(keys: tuple[GroupKey, ...]) -> int:
-    """Return the minimum number of swaps by breadth-first search."""
-    seen = reached = {keys}
-    count = 0
-    while not any(groups_are_adjacent(order) for order in reached):
-        reached = {
-            tuple(after(order, [pair])) for order in reached for pair in combinations(range(len(keys)), 2)
-        } - seen
-        seen = seen | reached
-        count += 1
-    return count
-
-
-def small_batches() -> Iterator[tuple[GroupKey, ...]]:
-    """Return all batches of up to six rows with up to three groups, up to the groups' names."""
-    for rows in range(7):
-        for keys in product((NONE, A, B, C), repeat=rows):
-            names = [key for key in dict.fromkeys(keys) if key]
-            if names == sorted(names):
-                yield keys
-
-
-@given(KEYS)
-def test_groups_become_adjacent(keys: list[GroupKey]) -> None:
-    swaps = adjacent_swaps(keys)
-    assert groups_are_adjacent(after(keys, swaps))
-
-
-@given(KEYS)
-def test_adjacent_groups_need_no_swaps(keys: list[GroupKey]) -> None:
-    assert adjacent_swaps(after(keys, adjacent_swaps(keys))) == []
-    if groups_are_adjacent(keys):
-        assert adjacent_swaps(keys) == []
-
-
-@given(KEYS)
-def test_each_swap_places_a_row_and_the_last_one_two(keys: list[GroupKey]) -> None:
-    swaps = adjacent_swaps(keys)
-    rows, final = list(keys), after(keys, swaps)
-    misplaced = sum(key != belongs for key, belongs in zip(rows, final, strict=True))
-    assert len(swaps) <= max(0, misplaced - 1)
-    for swap in swaps:
-        rows = after(rows, [swap])
-        fewer = sum(key != belongs for key, belongs in zip(rows, final, strict=True))
-        assert fewer < misplaced
-        misplaced = fewer
-    assert misplaced == 0
-
-
-def test_swaps_are_close_to_the_minimum() -> None:
-    total = least = 0
-    for keys in small_batches():
-        swaps, fewest = len(adjacent_swaps(keys)), least_swaps(keys)
-        assert fewest <= swaps <= fewest + 2
-        total, least = total + swaps, least + fewest
-    assert total < 1.25 * least
-
-
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ([], []),
-        ([NONE, NONE], []),
-        ([A, NONE, NONE, B, B, NONE], []),
-        ([A, B, A], [(1, 2)]),
-        # One swap puts both rows in place.
-        ([A, A, B, A, B, B], [(2, 3)]),
-        ([A, A, A, B, B, A, B, A, B, B], [(3, 7), (4, 5)]),
-        # A row without a group is swapped with one that was added at the end.
-        ([A, A, NONE, NONE, B, B, NONE, C, C, A], [(2, 9)]),
-        # One row of B filled a gap within group A: the others stay where they are.
-        ([A, B, A, A, B, B, B], [(1, 3)]),
-        ([B, A, A, A, NONE, B, B, B], [(0, 4)]),
-        # Second processors: adjacent within the rows that share the first.
-        ([(*A, *B), (*A, *C), (*A, *B), A, B], [(1, 2)]),
-        ([(*A, *B), (*C, *B), A], [(1, 2)]),
-    ],
-)
-def test_examples(keys: list[GroupKey], expected: list[tuple[int, int]]) -> None:
-    assert sorted(tuple(sorted(swap)) for swap in adjacent_swaps(keys)) == expected
-
-
-def test_addition_needs_at_most_one_swap_per_other_group() -> None:
-    keys = [key for key in (A, B, C, ("d",), ("e",)) for _ in range(50)]
-    assert len(adjacent_swaps([*keys, A])) <= 4
-
-
-def test_long_processor_list_does_not_recurse() -> None:
-    long = tuple(str(number) for number in range(3000))
-    keys = [NONE, long, long[:2000], long]
-    assert after(keys, adjacent_swaps(keys)) == [NONE, long, long, long[:2000]]
 
 
 def test_group_key_of_a_request(load: Callable[..., LoadedProcessor]) -> None:
