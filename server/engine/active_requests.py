@@ -14,8 +14,13 @@ from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.metrics.observed_metrics import RequestMeter
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.body_limits import QueuedBody
-from logitship.server.requests.generation_stream import GenerationStream
-from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, RequestError
+from logitship.server.requests.messages import (
+    FinishReason,
+    GenerationChunk,
+    GenerationRequest,
+    GenerationStream,
+    RequestError,
+)
 from logitship.server.requests.sequence import Sequence, Sink
 from logitship.server.tokenizer import Tokenizer
 

@@ -24,8 +24,7 @@ from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.refusals import ServiceUnavailable, ShareExceeded
 from logitship.server.requests.body_limits import QueuedBody, QueuedBytes
 from logitship.server.requests.fair_pool import FairPool
-from logitship.server.requests.generation_stream import GenerationStream
-from logitship.server.requests.messages import AttachedProcessor, GenerationRequest, ProcessorRequest
+from logitship.server.requests.messages import AttachedProcessor, GenerationRequest, GenerationStream, ProcessorRequest
 from logitship.server.requests.request_validation import Limits, check, check_sandboxed, check_with_plugins
 from logitship.server.requests.sequence import Sequence
 from logitship.server.tokenizer import Tokenizer

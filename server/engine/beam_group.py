@@ -17,8 +17,14 @@ from dataclasses import dataclass
 from logitship.sampler.ops.logprobs import RowLogprobs
 from logitship.sampler.processors.processor_groups import fork_uses, uses_of
 from logitship.server.requests.beam_search import Candidate, Hypotheses, Hypothesis, rank_candidates, select
-from logitship.server.requests.generation_stream import Continuation
-from logitship.server.requests.messages import ABSENT, BeamSearch, FinishReason, GenerationChunk, TokenLogprobs
+from logitship.server.requests.messages import (
+    ABSENT,
+    BeamSearch,
+    Continuation,
+    FinishReason,
+    GenerationChunk,
+    TokenLogprobs,
+)
 from logitship.server.requests.sequence import Sequence, Sink
 
 

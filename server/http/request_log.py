@@ -18,7 +18,7 @@ from logitship.client.records import Receipt
 from logitship.server.logs import current_request_id
 from logitship.server.metrics.observed_metrics import OTHER, EngineMetrics
 from logitship.server.refusals import RateLimited, RequestRefused
-from logitship.server.requests.generation_stream import Continuation
+from logitship.server.requests.messages import Continuation
 from logitship.server.schemas.request_schema import IgnoredFields
 
 logger = logging.getLogger(__name__)

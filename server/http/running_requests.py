@@ -21,8 +21,13 @@ from logitship.client.serialization.processor_string import ProcessorString
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.body_limits import QueuedBody
-from logitship.server.requests.generation_stream import Continuation, GenerationStream
-from logitship.server.requests.messages import GenerationChunk, GenerationRequest, merge_chunks
+from logitship.server.requests.messages import (
+    Continuation,
+    GenerationChunk,
+    GenerationRequest,
+    GenerationStream,
+    merge_chunks,
+)
 from logitship.server.requests.request_validation import in_client_words
 
 from .json_responses import GenerationFailed, JSONResponse, failure_body, internal_error_body

@@ -5,8 +5,13 @@ from __future__ import annotations
 from logitship.client.records import TokenTrace, TraceCandidate
 from logitship.sampler.trace import RowTrace
 from logitship.server.metrics.engine_stats import ModelInfo
-from logitship.server.requests.generation_stream import Continuation, best_continuations
-from logitship.server.requests.messages import FinishReason, GenerationChunk, TokenLogprobs
+from logitship.server.requests.messages import (
+    Continuation,
+    FinishReason,
+    GenerationChunk,
+    TokenLogprobs,
+    best_continuations,
+)
 from logitship.server.tokenizer import Tokenizer
 
 from .outputs import CompletionOutput, Logprob, RequestOutput

@@ -8,7 +8,7 @@ from contextlib import aclosing
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import QueueFull
-from logitship.server.requests.generation_stream import GenerationStream
+from logitship.server.requests.messages import GenerationStream
 
 from .error_translation import error_of_failure
 from .output_builder import OutputBuilder

@@ -10,8 +10,7 @@ from typing import Generic, TypeAlias, TypedDict
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.json_responses import receipt_objects, trace_objects
 from logitship.server.http.running_requests import RunningRequests, event, raise_if_failed
-from logitship.server.requests.generation_stream import Continuation, best_continuations
-from logitship.server.requests.messages import GenerationChunk
+from logitship.server.requests.messages import Continuation, GenerationChunk, best_continuations
 from logitship.server.schemas.openai_response_schemas import (
     ChatChoice,
     ChatCompletionResponse,

@@ -20,8 +20,7 @@ from logitship.server.http.running_requests import (
     respond_when_finished,
     submit_all,
 )
-from logitship.server.requests.generation_stream import Continuation
-from logitship.server.requests.messages import FinishReason, TokenLogprobs
+from logitship.server.requests.messages import Continuation, FinishReason, TokenLogprobs
 from logitship.server.schemas.response_schemas import TokenTraceObject
 from logitship.server.schemas.sglang_response_schemas import (
     AbortReason,

@@ -13,8 +13,7 @@ from logitship.server.engine.active_requests import ActiveRequest, ActiveRequest
 from logitship.server.metrics.observed_metrics import ProcessorLabels, RequestMeter, RequestMetrics
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.body_limits import QueuedBytes
-from logitship.server.requests.generation_stream import GenerationStream
-from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest
+from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, GenerationStream
 from logitship.server.requests.sequence import Sequence
 from logitship.server.tokenizer import Tokenizer
 

@@ -26,11 +26,11 @@ from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.refusals import BadRequest, Forbidden, NotFound, RequestRefused
 from logitship.server.requests.body_limits import QueuedBody, QueuedBytes
 from logitship.server.requests.fair_pool import FairPool
-from logitship.server.requests.generation_stream import GenerationStream
 from logitship.server.requests.messages import (
     FinishReason,
     GenerationChunk,
     GenerationRequest,
+    GenerationStream,
     RequestError,
     TokenLogprobs,
 )

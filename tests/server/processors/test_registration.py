@@ -25,8 +25,7 @@ from logitship.client.serialization.processor_string import (
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, Forbidden, NotFound, ServiceUnavailable
-from logitship.server.requests.generation_stream import GenerationStream
-from logitship.server.requests.messages import GenerationChunk, GenerationRequest, ProcessorRequest
+from logitship.server.requests.messages import GenerationChunk, GenerationRequest, GenerationStream, ProcessorRequest
 
 BuildEngine = Callable[..., AsyncEngine]
 
