@@ -82,7 +82,7 @@ class LoadedProcessor:
         except InvalidSchema as error:
             raise ProcessorLoadError(str(error)) from None
 
-    @property
+    @cached_property
     def group_name(self) -> str:
         """Name shared by exactly the uses of this processor: rows with the same name form a group."""
         return f"{self.tenant}/{self.digest}"
