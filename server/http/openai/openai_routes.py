@@ -1,9 +1,12 @@
-"""OpenAI's routes."""
+"""OpenAI's routes, and the responses of `/v1/completions` and `/v1/chat/completions`."""
 
 from __future__ import annotations
 
 import time
-from typing import Annotated, Any
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
+from typing import Annotated, Any, Generic, TypeAlias, TypedDict
 
 from fastapi import APIRouter, Path, Request, Response
 
@@ -11,24 +14,46 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import check_model_name
 from logitship.server.http.auth import caller_of
 from logitship.server.http.documentation import operation
-from logitship.server.http.json_responses import JSONResponse
+from logitship.server.http.json_responses import JSONResponse, receipt_objects, trace_objects
 from logitship.server.http.receiving import ReceivedBody, received
-from logitship.server.http.running_requests import EventStream, respond_when_finished, submit_all
+from logitship.server.http.running_requests import (
+    EventStream,
+    RunningRequests,
+    event,
+    raise_if_failed,
+    respond_when_finished,
+    submit_all,
+)
+from logitship.server.requests.messages import Continuation, GenerationChunk, best_continuations
 from logitship.server.schemas.openai_response_schemas import (
+    ChatChoice,
     ChatCompletionResponse,
     ChatCompletionStreamResponse,
+    ChatMessage,
+    ChatStreamChoice,
+    ChoiceEnding,
+    CompletionChoice,
     CompletionResponse,
     CompletionStreamResponse,
+    DeltaMessage,
     ModelCard,
     ModelList,
+    UsageInfo,
 )
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest
 from logitship.server.schemas.responses_response_schemas import ResponseEvent, ResponseObject
 from logitship.server.schemas.responses_schemas import ResponsesRequest
 
-from .openai_requests import parse_chat_request, parse_completion_request, parse_responses_request
-from .openai_response_builder import ChatResponseBuilder, CompletionResponseBuilder, OpenAIResponseBuilder
+from .openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from .openai_requests import (
+    Body,
+    ParsedOpenAIRequest,
+    parse_chat_request,
+    parse_completion_request,
+    parse_responses_request,
+)
 from .responses_builder import ResponsesBuilder
+from .tool_call_stream import ToolCallStream
 
 ModelName = Annotated[str, Path(description="The model's name.", examples=["SmolLM2-135M-Instruct"])]
 
@@ -123,3 +148,278 @@ def _model(engine: AsyncEngine, created: int) -> ModelCard:
         "parent": None,
         "max_model_len": model.max_model_len,
     }
+
+
+OpenAIResponse: TypeAlias = CompletionResponse | ChatCompletionResponse
+OpenAIStreamResponse: TypeAlias = CompletionStreamResponse | ChatCompletionStreamResponse
+
+
+class NullUsage(TypedDict, total=False):
+    """The usage key of every event but the last."""
+
+    usage: None
+
+
+class OpenAIResponseBuilder(ABC, Generic[Body]):
+    """Builds the response to one request, whole or as a stream."""
+
+    def __init__(self, engine: AsyncEngine, request: ParsedOpenAIRequest[Body]) -> None:
+        self.request = request
+        self.body = request.body
+        self.tokenizer = engine.tokenizer
+        self._end_tokens = engine.model.eos_token_ids - frozenset(request.body.stop_token_ids)
+
+    @abstractmethod
+    def response(self, continuations: list[Continuation]) -> OpenAIResponse:
+        """Build the response of a request without `stream`."""
+
+    @abstractmethod
+    def empty_stream_response(self) -> OpenAIStreamResponse:
+        """Build an event without choices."""
+
+    @abstractmethod
+    def stream_responses(self, continuation: Continuation, chunk: GenerationChunk) -> Sequence[OpenAIStreamResponse]:
+        """Build the stream's events for one chunk of the engine, with one choice each."""
+
+    async def stream(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
+        """Yield the encoded events of a stream.
+
+        Raises:
+            GenerationFailed: an error ended one of the continuations.
+        """
+        async for continuation, chunk in running.at_intervals():
+            raise_if_failed(continuation)
+            for data in self.stream_responses(continuation, chunk):
+                if self.body.usage_in_each_event:
+                    data["usage"] = self.usage([continuation])
+                yield event(data)
+        if self.body.usage_at_end:
+            last = self.empty_stream_response()
+            last["usage"] = self.usage(running.continuations)
+            yield event(last)
+
+    def ending(self, continuation: Continuation) -> ChoiceEnding:
+        """Build the fields about the end of a choice; null while it runs."""
+        reason = continuation.finish_reason
+        if reason is None:
+            return {"finish_reason": None, "stop_reason": None}
+        assert reason.kind != "absent"
+        # vLLM's `stop_reason` names what the request asked to stop at; for the model's own end token it is null.
+        matched = None if reason.matched in self._end_tokens else reason.matched
+        ending: ChoiceEnding = {"finish_reason": reason.kind, "stop_reason": matched}
+        if continuation.receipts:
+            ending["receipts"] = receipt_objects(continuation.receipts)
+        return ending
+
+    def chosen(self, continuations: Sequence[Continuation]) -> Sequence[Continuation]:
+        """Select the continuations that become choices, with their index in the response."""
+        made, n = self.body.num_continuations, self.body.n
+        if made == n:
+            return continuations
+        by_prompt = (continuations[first : first + made] for first in range(0, len(continuations), made))
+        best = [continuation for of_prompt in by_prompt for continuation in best_continuations(of_prompt, n)]
+        return [replace(continuation, index=index) for index, continuation in enumerate(best)]
+
+    def null_usage(self) -> NullUsage:
+        """Build the usage key of every event but the last: OpenAI sends null if the last event has the usage."""
+        return {"usage": None} if self.body.usage_at_end else {}
+
+    def usage(self, continuations: Sequence[Continuation]) -> UsageInfo:
+        """Count tokens. A prompt counts once, with the counts of its first continuation.
+
+        Continuations that `best_of` discards count too: they were generated.
+        """
+        of_prompt = {continuation.prompt: continuation for continuation in reversed(continuations)}.values()
+        prompt = sum(continuation.prompt_tokens for continuation in of_prompt)
+        completion = sum(continuation.completion_tokens for continuation in continuations)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": sum(each.cached_tokens for each in of_prompt)},
+        }
+
+
+class CompletionResponseBuilder(OpenAIResponseBuilder[CompletionRequest]):
+    """Builds OpenAI's text completion objects."""
+
+    def __init__(self, engine: AsyncEngine, request: ParsedOpenAIRequest[CompletionRequest]) -> None:
+        super().__init__(engine, request)
+        self._text_offsets: dict[int, int] = {}
+        """Characters of the tokens so far, by the index of the continuation."""
+        self._empty_stream_response: CompletionStreamResponse = {
+            "id": request.id,
+            "object": "text_completion",
+            "created": request.created,
+            "model": request.model,
+            "system_fingerprint": None,
+            **self.null_usage(),
+            "choices": [],
+        }
+
+    def response(self, continuations: list[Continuation]) -> CompletionResponse:
+        """Build the response of a request without `stream`."""
+        request = self.request
+        return {
+            "id": request.id,
+            "object": "text_completion",
+            "created": request.created,
+            "model": request.model,
+            "system_fingerprint": None,
+            "choices": [self._whole_choice(continuation) for continuation in self.chosen(continuations)],
+            "usage": self.usage(continuations),
+        }
+
+    def empty_stream_response(self) -> CompletionStreamResponse:
+        """Build an event without choices."""
+        return self._empty_stream_response.copy()
+
+    def stream_responses(self, continuation: Continuation, chunk: GenerationChunk) -> list[CompletionStreamResponse]:
+        """Build the stream's event for one chunk of the engine."""
+        return [{**self._empty_stream_response, "choices": [self._choice(continuation, chunk)]}]
+
+    def _whole_choice(self, continuation: Continuation) -> CompletionChoice:
+        choice = self._choice(continuation, continuation)
+        if self.body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = prompt_logprobs(
+                self.tokenizer, continuation.prompt_logprobs, self.body.prompt_logprobs
+            )
+        return choice
+
+    def _choice(self, continuation: Continuation, part: Continuation | GenerationChunk) -> CompletionChoice:
+        """Build a choice with a part of the output; the first part also has what belongs to the prompt."""
+        first = continuation.index not in self._text_offsets
+        offset = self._text_offsets.setdefault(continuation.index, 0)
+        text, positions = part.text, part.logprobs
+        if first and self.body.echo:
+            text = self._prompt_text(continuation) + text
+            positions = [*continuation.prompt_logprobs, *positions]
+        logprobs = None
+        if self.body.logprobs is not None:
+            logprobs = completion_logprobs(self.tokenizer, positions, self.body.logprobs, offset)
+            self._text_offsets[continuation.index] += sum(len(token) for token in logprobs["tokens"])
+        ending = self.ending(continuation)
+        choice: CompletionChoice = {
+            "index": continuation.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": ending["finish_reason"],
+            "stop_reason": ending.get("stop_reason"),
+        }
+        if "receipts" in ending:
+            choice["receipts"] = ending["receipts"]
+        if self.body.return_token_ids:
+            choice["token_ids"] = part.token_ids
+            if first:
+                choice["prompt_token_ids"] = self.request.prompts[continuation.prompt].token_ids
+        if self.body.trace is not None:
+            choice["trace"] = trace_objects(self.tokenizer, part.traces)
+        return choice
+
+    def _prompt_text(self, continuation: Continuation) -> str:
+        prompt = self.request.prompts[continuation.prompt]
+        return self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text
+
+
+class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
+    """Builds OpenAI's chat completion objects."""
+
+    def __init__(self, engine: AsyncEngine, request: ParsedOpenAIRequest[ChatCompletionRequest]) -> None:
+        super().__init__(engine, request)
+        self._begun: set[int] = set()
+        self._tool_use = request.tool_use
+        self._tool_streams: dict[int, ToolCallStream] = {}
+        """By the index of the continuation."""
+        self._empty_stream_response: ChatCompletionStreamResponse = {
+            "id": request.id,
+            "object": "chat.completion.chunk",
+            "created": request.created,
+            "model": request.model,
+            "system_fingerprint": None,
+            **self.null_usage(),
+            "choices": [],
+        }
+
+    def response(self, continuations: list[Continuation]) -> ChatCompletionResponse:
+        """Build the response of a request without `stream`. Prompt details are next to the choices, as in vLLM."""
+        request = self.request
+        response: ChatCompletionResponse = {
+            "id": request.id,
+            "object": "chat.completion",
+            "created": request.created,
+            "model": request.model,
+            "system_fingerprint": None,
+            "choices": [self._choice(continuation) for continuation in self.chosen(continuations)],
+            "usage": self.usage(continuations),
+        }
+        if self.body.prompt_logprobs is not None:
+            response["prompt_logprobs"] = prompt_logprobs(
+                self.tokenizer, continuations[0].prompt_logprobs, self.body.prompt_logprobs
+            )
+        if self.body.return_token_ids:
+            response["prompt_token_ids"] = request.prompts[0].token_ids
+        return response
+
+    def empty_stream_response(self) -> ChatCompletionStreamResponse:
+        """Build an event without choices."""
+        return self._empty_stream_response.copy()
+
+    def stream_responses(
+        self, continuation: Continuation, chunk: GenerationChunk
+    ) -> list[ChatCompletionStreamResponse]:
+        """Build the stream's events for one chunk of the engine. An event with the role precedes the first."""
+        choice: ChatStreamChoice = {
+            "index": continuation.index,
+            "delta": self._delta(continuation, chunk),
+            **self._chat_ending(continuation),
+            "logprobs": chat_logprobs(self.tokenizer, chunk.logprobs) if self.body.logprobs else None,
+        }
+        self._add_details(choice, chunk)
+        event: ChatCompletionStreamResponse = {**self._empty_stream_response, "choices": [choice]}
+        if continuation.index in self._begun:
+            return [event]
+        self._begun.add(continuation.index)
+        first: ChatStreamChoice = {
+            "index": continuation.index,
+            "delta": {"role": "assistant", "content": ""},
+            "logprobs": None,
+            "finish_reason": None,
+        }
+        return [{**self._empty_stream_response, "choices": [first]}, event]
+
+    def _choice(self, continuation: Continuation) -> ChatChoice:
+        choice: ChatChoice = {
+            "index": continuation.index,
+            "message": self._message(continuation),
+            **self._chat_ending(continuation),
+            "logprobs": chat_logprobs(self.tokenizer, continuation.logprobs) if self.body.logprobs else None,
+        }
+        self._add_details(choice, continuation)
+        return choice
+
+    def _message(self, continuation: Continuation) -> ChatMessage:
+        if self._tool_use is None:
+            return {"role": "assistant", "content": continuation.text, "refusal": None}
+        calls = ToolCallStream(self._tool_use)
+        self._tool_streams[continuation.index] = calls
+        return calls.message(continuation.text)
+
+    def _delta(self, continuation: Continuation, chunk: GenerationChunk) -> DeltaMessage:
+        if self._tool_use is None:
+            return {"content": chunk.text}
+        calls = self._tool_streams.setdefault(continuation.index, ToolCallStream(self._tool_use))
+        return calls.delta(chunk.text, is_last=chunk.finish_reason is not None)
+
+    def _chat_ending(self, continuation: Continuation) -> ChoiceEnding:
+        ending = self.ending(continuation)
+        calls = self._tool_streams.get(continuation.index)
+        # OpenAI: the name of a function in tool_choice does not change the reason.
+        if ending["finish_reason"] == "stop" and calls is not None and calls.num_calls and calls.use.choice != "named":
+            ending["finish_reason"] = "tool_calls"
+        return ending
+
+    def _add_details(self, choice: ChatChoice | ChatStreamChoice, part: Continuation | GenerationChunk) -> None:
+        if self.body.return_token_ids:
+            choice["token_ids"] = part.token_ids
+        if self.body.trace is not None:
+            choice["trace"] = trace_objects(self.tokenizer, part.traces)
