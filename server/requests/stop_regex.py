@@ -7,6 +7,7 @@ in SGLang. What needs backtracking (lookaround, references to groups, atomic gro
 
 from __future__ import annotations
 
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterable
@@ -25,7 +26,13 @@ LARGEST_STOP_REGEX = 500
 """Maximum size of a request's patterns: their characters and operators, with repetitions written out. A character of
 the output takes a time that grows with it."""
 
-_MOST_CACHED = 20_000
+LARGEST_SETS = 1 << 17
+"""Maximum size of the sets of a request's patterns whose case is ignored, such as `(?i:[a-z])`: their characters, and
+`_SET_SIZE` for each. `re` takes about 0.2 microseconds for a unit of it, to compile the sets."""
+
+_SET_SIZE = 1 << 12
+_MOST_CACHED = 4096
+"""Entries that a cache has at most. One that is full is cleared."""
 _NONE = 1 << 30
 """No pattern: above every index."""
 
@@ -41,12 +48,19 @@ _NO_ASCII_WORD = 64
 
 _FAILS_AT_END = _LAST_NEWLINE | _WORD | _ASCII_WORD
 
+_CONTEXTS = (None, "\n", "a", "é", " ")
+"""One character of each kind that an assertion distinguishes; None: the beginning or the end of the text."""
+
 _Assertion = Callable[[str | None], tuple[int, ...]]
 """Takes the character before a position, None at the beginning. Returns the alternative conditions on what follows."""
 
+_Paths = tuple[tuple[int, int], ...]
+"""All paths of the automaton at a position of the text: for each set of conditions on the rest of the text, the nodes
+that the text leads to under them, as bits. Only nodes that test a character or end a pattern."""
+
 
 class CompiledStopRegex:
-    """The stop patterns of a request. Its sequences share it, and the states that it caches.
+    """The stop patterns of a request. Its sequences share it, and what it caches.
 
     Args:
         patterns: in the order in which they are tried.
@@ -74,63 +88,100 @@ class CompiledStopRegex:
             except ValueError as error:
                 raise ValueError(f"{pattern!r}: {error}") from None
         self.literals = tuple(literals)
-        self._begins = [(begin, 0) for begin in begins]
-        self._cache: dict[frozenset[_Path], _AutomatonState] = {}
-        self._num_cached = 0
-        self.start = self._state([], None) if begins else None
+        self._nodes = builder.positions  # ends of patterns come in the order of the patterns
+        self._inner_nodes = builder.inner_nodes
+        self._begin_nodes = begins
+        self._ends = sum(1 << bit for bit, node in enumerate(self._nodes) if node.pattern is not None)
+        self._tests: dict[Callable[[str], bool], int] = {}
+        for bit, node in enumerate(self._nodes):
+            if node.matches is not None:
+                self._tests[node.matches] = self._tests.get(node.matches, 0) | 1 << bit
+        self._closures: dict[int, tuple[_Paths, dict[_Node, _Paths]]] = {}
+        self._passing: dict[str, int] = {}
+        self._targets: dict[tuple[int, str, int], _Paths] = {}
+        self._states: dict[_Paths, _AutomatonState] = {}
+        self._steps: dict[tuple[_AutomatonState, str], _AutomatonState] = {}
+        self.start = self._state(self._closure(_context(None))[0]) if begins else None
 
     def step(self, state: _AutomatonState, character: str) -> _AutomatonState:
         """Return the state after the next character."""
-        following = state.following.get(character)
+        following = self._steps.get((state, character))
         if following is None:
-            following = self._state(_paths_after(state.paths, character), character)
-            self._count(1)
-            state.following[character] = following
+            following = self._state(self._paths_after(state.paths, character))
+            if len(self._steps) >= _MOST_CACHED:
+                self._steps.clear()
+                self._states.clear()
+            self._steps[state, character] = following
         return following
 
     def start_after(self, character: str) -> _AutomatonState:
         """Return the state before a text that follows a character, with which no match begins."""
-        return self._state([], character)
+        return self._state(self._closure(_context(character))[0])
 
     def pattern(self, index: int) -> str | None:
         """Return a pattern, or None for the index that means none."""
         return None if index == _NONE else self._patterns[index]
 
-    def _state(self, paths: Iterable[_Path], previous: str | None) -> _AutomatonState:
-        """Return the state with these paths and those that begin here, followed to the next characters."""
-        pending = [*self._begins, *paths]
-        reached: set[_Node] = set()
-        on_conditions: dict[_Node, list[int]] = {}
-        kept: list[_Path] = []
-        while pending:
-            node, conditions = pending.pop()
-            if node in reached:
-                continue
-            if not conditions:
-                reached.add(node)
-            elif any(fewer & conditions == fewer for fewer in on_conditions.get(node, ())):
-                continue
-            else:
-                on_conditions.setdefault(node, []).append(conditions)
-            if node.assertion is not None:
-                added = node.assertion(previous)
-                pending.extend((target, conditions | each) for target in node.targets for each in added)
-            elif node.matches is None and node.pattern is None:
-                pending.extend((target, conditions) for target in node.targets)
-            else:
-                kept.append((node, conditions))
-        key = frozenset(kept)
-        state = self._cache.get(key)
+    def _state(self, paths: _Paths) -> _AutomatonState:
+        state = self._states.get(paths)
         if state is None:
-            self._count(len(key))
-            state = self._cache[key] = _AutomatonState(key)
+            found = self._first_end(nodes for conditions, nodes in paths if not conditions)
+            found_at_end = self._first_end(nodes for conditions, nodes in paths if not conditions & _FAILS_AT_END)
+            state = self._states[paths] = _AutomatonState(paths, found, found_at_end)
         return state
 
-    def _count(self, size: int) -> None:
-        self._num_cached += size
-        if self._num_cached > _MOST_CACHED:
-            self._cache = {}
-            self._num_cached = size
+    def _first_end(self, sets: Iterable[int]) -> int:
+        """Return the index of the first pattern that ends in one of these sets of nodes."""
+        ends = 0
+        for nodes in sets:
+            ends |= nodes & self._ends
+        pattern = self._nodes[(ends & -ends).bit_length() - 1].pattern if ends else None
+        return _NONE if pattern is None else pattern
+
+    def _paths_after(self, paths: _Paths, character: str) -> _Paths:
+        """Return the paths after a character, with those that begin there."""
+        context = _context(character)
+        passing = self._passing_nodes(character)
+        after = dict(self._closure(context)[0])
+        for conditions, nodes in paths:
+            remaining = _conditions_after(conditions, character) if conditions else 0
+            if remaining is None:
+                continue
+            if conditions and nodes & self._ends:
+                after[remaining] = after.get(remaining, 0) | nodes & self._ends
+            for place, digit in enumerate(reversed(f"{nodes & passing:x}")):
+                if digit != "0":
+                    for added, targets in self._targets_of(place, digit, context):
+                        after[remaining | added] = after.get(remaining | added, 0) | targets
+        return _minimal(after)
+
+    def _closure(self, context: int) -> tuple[_Paths, dict[_Node, _Paths]]:
+        """Return the paths with which patterns begin after a character of a kind, and those from each node."""
+        if context not in self._closures:
+            closures = _closures(self._nodes, self._inner_nodes, _CONTEXTS[context])
+            begins = _minimal(_merged(closures[node] for node in self._begin_nodes))
+            self._closures[context] = begins, closures
+        return self._closures[context]
+
+    def _passing_nodes(self, character: str) -> int:
+        """Return the nodes whose test a character passes."""
+        passing = self._passing.get(character)
+        if passing is None:
+            passing = sum(nodes for test, nodes in self._tests.items() if test(character))
+            if len(self._passing) >= _MOST_CACHED:
+                self._passing.clear()
+            self._passing[character] = passing
+        return passing
+
+    def _targets_of(self, place: int, digit: str, context: int) -> _Paths:
+        """Return where four nodes lead to: those of a hexadecimal digit at a place, from the lowest."""
+        key = place, digit, context
+        targets = self._targets.get(key)
+        if targets is None:
+            passed = [self._nodes[4 * place + bit] for bit in range(4) if int(digit, 16) >> bit & 1]
+            _, closures = self._closure(context)
+            targets = self._targets[key] = _minimal(_merged(closures[node.targets[0]] for node in passed))
+        return targets
 
 
 @lru_cache(maxsize=32)  # the sequences of a request have the same
@@ -184,50 +235,78 @@ class _Node:
         self.pattern = pattern
 
 
-_Path = tuple[_Node, int]
-"""A node that the text so far leads to, and the conditions on the rest of the text."""
-
-
 class _AutomatonState:
     """All paths of the automaton at a position of the text.
 
     Attributes:
-        paths: those at nodes that test a character or end a pattern.
-        following: states after the characters seen so far.
+        paths: the paths.
         found: index of the first pattern that ends here.
         found_at_end: the same if the text ends here.
     """
 
-    __slots__ = ("following", "found", "found_at_end", "paths")
+    __slots__ = ("found", "found_at_end", "paths")
 
-    def __init__(self, paths: frozenset[_Path]) -> None:
-        ends = [(node.pattern, conditions) for node, conditions in paths if node.pattern is not None]
+    def __init__(self, paths: _Paths, found: int, found_at_end: int) -> None:
         self.paths = paths
-        self.following: dict[str, _AutomatonState] = {}
-        self.found = min((pattern for pattern, conditions in ends if not conditions), default=_NONE)
-        self.found_at_end = min(
-            (pattern for pattern, conditions in ends if not conditions & _FAILS_AT_END), default=_NONE
-        )
+        self.found = found
+        self.found_at_end = found_at_end
 
 
-def _paths_after(paths: frozenset[_Path], character: str) -> list[_Path]:
-    after: list[_Path] = []
-    results: dict[Callable[[str], bool], bool] = {}
-    for node, conditions in paths:
-        remaining = _conditions_after(conditions, character) if conditions else 0
-        if remaining is None:
-            continue
-        test = node.matches
-        if test is None:  # the end of a pattern
-            if conditions:
-                after.append((node, remaining))
-            continue
-        matches = results.get(test)
-        if matches is None:
-            matches = results[test] = test(character)
-        if matches:
-            after.append((node.targets[0], remaining))
-    return after
+def _closures(nodes: list[_Node], inner_nodes: list[_Node], previous: str | None) -> dict[_Node, _Paths]:
+    """Return the paths from each node to the next nodes that test a character or end a pattern.
+
+    Args:
+        nodes: those that do, in the order of their bits.
+        inner_nodes: the others, in the order in which they were made: after their targets but for repetitions.
+        previous: the character before.
+    """
+    closures: dict[_Node, _Paths] = {node: ((0, 1 << bit),) for bit, node in enumerate(nodes)}
+    closures.update(dict.fromkeys(inner_nodes, ()))
+    has_changed = True
+    while has_changed:
+        has_changed = False
+        # Backward too, because repetitions lead back: else each pass would see through one of those around a node.
+        for node in itertools.chain(inner_nodes, reversed(inner_nodes)):
+            added = (0,) if node.assertion is None else node.assertion(previous)
+            targets = _merged(closures[target] for target in node.targets)
+            paths = _minimal(
+                _merged([(conditions | each, bits) for conditions, bits in targets.items()] for each in added)
+            )
+            if paths != closures[node]:
+                closures[node] = paths
+                has_changed = True
+    return closures
+
+
+def _merged(all_paths: Iterable[Iterable[tuple[int, int]]]) -> dict[int, int]:
+    merged: dict[int, int] = {}
+    for conditions, nodes in (path for paths in all_paths for path in paths):
+        merged[conditions] = merged.get(conditions, 0) | nodes
+    return merged
+
+
+def _minimal(paths: dict[int, int]) -> _Paths:
+    """Return paths without those that others make redundant: to the same node, under fewer conditions."""
+    if len(paths) == 1:
+        return tuple(paths.items())
+    kept: list[tuple[int, int]] = []
+    for conditions in sorted(paths, key=lambda each: (each.bit_count(), each)):
+        nodes = paths[conditions]
+        for fewer, known in kept:
+            if fewer & conditions == fewer:
+                nodes &= ~known
+        if nodes and conditions in _SATISFIABLE:
+            kept.append((conditions, nodes))
+    return tuple(kept)
+
+
+def _context(character: str | None) -> int:
+    """Return the index in `_CONTEXTS` of a character's kind."""
+    if character is None:
+        return 0
+    if character == "\n":
+        return 1
+    return 4 if not _is_word(character) else 2 if character.isascii() else 3
 
 
 def _conditions_after(conditions: int, character: str) -> int | None:
@@ -251,6 +330,16 @@ def _is_ascii_word(character: str | None) -> bool:
     return character is not None and character.isascii() and _is_word(character)
 
 
+def _is_satisfiable(conditions: int) -> bool:
+    return not conditions & _FAILS_AT_END or any(
+        _conditions_after(conditions, character) is not None for character in _CONTEXTS if character is not None
+    )
+
+
+_SATISFIABLE = frozenset(filter(_is_satisfiable, range(2 * _NO_ASCII_WORD)))
+"""Sets of conditions that some text meets."""
+
+
 def _parse(pattern: str) -> Any:
     try:
         with warnings.catch_warnings():
@@ -261,10 +350,17 @@ def _parse(pattern: str) -> Any:
 
 
 class _Builder:
-    """Builds the automaton from parsed patterns, from their ends to their beginnings."""
+    """Builds the automaton from parsed patterns, from their ends to their beginnings.
+
+    Attributes:
+        positions: the nodes that test a character or end a pattern.
+        inner_nodes: the others.
+    """
 
     def __init__(self) -> None:
-        self._size = 0
+        self.positions: list[_Node] = []
+        self.inner_nodes: list[_Node] = []
+        self._size = self._sets_size = 0
         self._tests: dict[str, Callable[[str], bool]] = {}
 
     def node(
@@ -281,7 +377,9 @@ class _Builder:
                 f"with it, the patterns have more than {LARGEST_STOP_REGEX} characters and operators, "
                 "repetitions written out"
             )
-        return _Node(list(targets), matches, assertion, pattern)
+        node = _Node(list(targets), matches, assertion, pattern)
+        (self.inner_nodes if matches is None and pattern is None else self.positions).append(node)
+        return node
 
     def sequence(self, items: Any, flags: int, following: _Node) -> _Node:
         """Build what matches one after the other, before a node. Returns its first node."""
@@ -326,10 +424,50 @@ class _Builder:
         """Return the test of a character, as `re` does it."""
         key = f"{op} {argument} {flags}"
         if key not in self._tests:
-            one = sre_parser.SubPattern(sre_parser.State(), [(op, argument)])
-            matched = sre_compiler.compile(one, flags).match
-            self._tests[key] = lambda character: matched(character) is not None
+            is_set = op is sre.IN and [kind for kind, _ in argument] != [sre.CATEGORY]
+            if is_set and flags & re.IGNORECASE:
+                self._count_set(argument)
+            self._tests[key] = (
+                self._set_test(argument, flags)
+                if is_set and not flags & re.IGNORECASE
+                else _re_test(op, argument, flags)
+            )
         return self._tests[key]
+
+    def _set_test(self, members: Any, flags: int) -> Callable[[str], bool]:
+        """Return the test of a set. `re` would look at each character of its ranges when it compiles them."""
+        is_negated = members[0][0] is sre.NEGATE
+        kinds: dict[Any, list[Any]] = {sre.LITERAL: [], sre.RANGE: [], sre.CATEGORY: []}
+        for kind, member in members[is_negated:]:
+            kinds[kind].append(member)
+        codes, ranges = frozenset(kinds[sre.LITERAL]), kinds[sre.RANGE]
+        categories = [self._test(sre.IN, [(sre.CATEGORY, each)], flags) for each in kinds[sre.CATEGORY]]
+
+        def test(character: str) -> bool:
+            code = ord(character)
+            is_member = (
+                code in codes
+                or any(first <= code <= last for first, last in ranges)
+                or any(category(character) for category in categories)
+            )
+            return is_member is not is_negated
+
+        return test
+
+    def _count_set(self, members: Any) -> None:
+        # `re` leaves what is beyond the basic plane to the search.
+        ranges = (min(member[1], 0xFFFF) - member[0] for kind, member in members if kind is sre.RANGE)
+        self._sets_size += _SET_SIZE + sum(max(0, each) for each in ranges)
+        if self._sets_size > LARGEST_SETS:
+            raise ValueError(
+                "with it, the patterns have too many or too large sets of characters whose case is ignored"
+            )
+
+
+def _re_test(op: Any, argument: Any, flags: int) -> Callable[[str], bool]:
+    one = sre_parser.SubPattern(sre_parser.State(), [(op, argument)])
+    matched = sre_compiler.compile(one, flags).match
+    return lambda character: matched(character) is not None
 
 
 def _combined(flags: int, added: int, removed: int) -> int:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import gc
 import random
 import re
 import time
@@ -22,6 +24,7 @@ END = 1
 CHARACTERS = "aAb_ \né1²"
 ATOMS = (
     *("a", "b", "A", "_", " ", "é", r"\n", ".", "[ab]", "[^a]", r"\w", r"\W", r"\s", r"[\d_]"),
+    *(r"[^\W_]", "[²-é]", "[^A-Z_é]", "(?i:[^a-z])", "(?i:[É1])", r"(?a:[\w ])"),
     *("^", "$", r"\A", r"\Z", r"\b", r"\B", "(?m:^)", "(?m:$)", r"(?a:\b)", r"(?a:\w)", "(?i:a)", "(?s:.)", "(?-i:b)"),
 )
 REPETITIONS = ("*", "+", "?", "{2}", "{0,2}", "{1,}", "*?", "+?", "{0}")
@@ -163,15 +166,39 @@ def test_time_does_not_grow_with_the_text() -> None:
         assert time.process_time() - started < 5
 
 
-def test_cache_is_bounded() -> None:
+def test_memory_is_bounded() -> None:
+    """Each character of this text leads to a state that was never reached before."""
     generator = random.Random(1)
     compiled = CompiledStopRegex(("a[ab]{300}c",))
     assert compiled.start is not None
     searched = StopRegexSearch(compiled, compiled.start)
-    for _ in range(30):
+    for _ in range(300):
         assert searched.push("".join(generator.choices("ab", k=20))) is None
-        assert len(compiled._cache) + sum(map(len, compiled._cache)) <= 25_000
+    gc.collect()
+    assert sum(type(each) is type(compiled.start) for each in gc.get_objects()) < 5000
     assert searched.push("a" * 301 + "c") is not None
+
+
+def test_time_of_a_new_state_is_short() -> None:
+    """Each character of these texts leads to another state, and finds the most paths."""
+    generator = random.Random(2)
+    assertions = r"(?:\b|\B|$|(?a:\b)|(?a:\B)|(?m:$)|\Z|)"
+    for pattern in ("a[ab]{480}c", f"(?:.?{assertions}){{45}}x", "(?:" * 48 + "a?" + ")*" * 48 + "x"):
+        searched = search(pattern)
+        started = time.process_time()
+        for _ in range(100):
+            assert searched.push("".join(generator.choices("ab é!\n", k=20))) is None
+        assert time.process_time() - started < 2
+
+
+@pytest.mark.parametrize("flags", ["", "(?i)"])
+def test_sets_are_compiled_in_a_short_time(flags: str) -> None:
+    """Python's `re` takes ten milliseconds for each of these sets."""
+    sets = [f"[{chr(code)}-\uffff]" for code in range(0x4000, 0x4000 + 480)]
+    started = time.process_time()
+    with pytest.raises(ValueError, match="whose case is ignored") if flags else contextlib.nullcontext():
+        CompiledStopRegex(tuple(flags + "".join(sets[begin : begin + 40]) for begin in range(0, 480, 40)))
+    assert time.process_time() - started < 0.5
 
 
 Grown = Callable[..., list[GenerationChunk]]
