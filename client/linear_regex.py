@@ -4,7 +4,12 @@ Python's `re` backtracks: `(a+)+b` takes exponential time, and may come from a c
 Python's parser, translated to the syntax of Rust's `regex`, which never backtracks, and searched by that, through
 pydantic. What needs backtracking (lookaround, references to groups, atomic groups) is refused.
 
-One thing differs: for `\b`, superscripts do not belong to words, and combining marks do.
+What differs, all of it rare:
+
+- For `\b`, superscripts do not belong to words, and combining marks do.
+- Under `(?i)`, the dotless ı and the dotted İ are no cases of i; under `(?ia)`, the Kelvin sign is one of k.
+- Nothing that takes a character follows `$`, also where that is the line feed at the end of the text.
+- Characters that are newer than Python's edition of Unicode have the classes of the newer one.
 """
 
 from __future__ import annotations
@@ -20,10 +25,12 @@ sre_parser: Any = importlib.import_module("re._parser")
 LONGEST_PATTERN = 1000
 """Maximum number of characters."""
 LARGEST_SIZE = 1000
-"""Maximum number of single-character matchers, with repetitions written out."""
+"""Maximum number of characters and operators, with repetitions written out."""
 
 _DEEPEST = 50
 _CLASS_SIZE = 10
+_FOLDED_PER_SIZE = 1000
+"""Characters of a range for which an equal one in another case is searched, in the time that one in the text takes."""
 _CATEGORIES = {
     sre.CATEGORY_DIGIT: r"\d",
     sre.CATEGORY_NOT_DIGIT: r"\D",
@@ -61,7 +68,7 @@ class LinearRegex:
 
     Attributes:
         pattern: the same.
-        size: number of its single-character matchers, with repetitions written out: the cost of a character.
+        size: number of its characters and operators, with repetitions written out: the cost of a character of a text.
 
     Raises:
         ValueError: it is malformed, too large, or needs backtracking; the message says which.
@@ -128,11 +135,12 @@ class _Translator:
             raise ValueError(f"{NEEDS_BACKTRACKING[op]} not supported: patterns are searched in linear time")
         match op:
             case sre.BRANCH:
+                self._add(len(argument[1]), times)
                 branches = (self.sequence(each, flags, times, depth + 1) for each in argument[1])
                 return f"(?:{'|'.join(branches)})"
             case sre.SUBPATTERN:
                 _, added, removed, inner = argument
-                return f"(?:{self.sequence(inner, (flags | added) & ~removed, times, depth + 1)})"
+                return f"(?:{self.sequence(inner, combined_flags(flags, added, removed), times, depth + 1)})"
             case sre.MAX_REPEAT | sre.MIN_REPEAT:
                 least, most, inner = argument
                 endless = most is sre.MAXREPEAT or most == sre.MAXREPEAT
@@ -141,6 +149,7 @@ class _Translator:
                 text = self.sequence(inner, flags, times * count, depth + 1)
                 return f"(?:{text}){{{least},{'' if endless else most}}}"
             case sre.AT:
+                self._add(1, times)
                 return _position(argument, flags)
             case _:
                 self._add(_size(op, argument, flags), times)
@@ -149,13 +158,25 @@ class _Translator:
     def _add(self, size: int, times: int) -> None:
         self.size += size * times
         if max(self.size, times) > LARGEST_SIZE:
-            raise ValueError(f"its repetitions amount to more than {LARGEST_SIZE} characters")
+            raise ValueError(f"its repetitions and sets amount to more than {LARGEST_SIZE} characters and operators")
+
+
+def combined_flags(flags: int, added: int, removed: int) -> int:
+    """Return the flags inside a group, such as those of `(?i-s:…)`."""
+    if added & sre_parser.TYPE_FLAGS:
+        flags &= ~sre_parser.TYPE_FLAGS
+    return (flags | added) & ~removed
 
 
 def _size(op: Any, argument: Any, flags: int) -> int:
-    """Return 1, or more for classes of Unicode characters, which are large automata."""
-    has_class = op is sre.IN and not flags & re.ASCII and any(member is sre.CATEGORY for member, _ in argument)
-    return _CLASS_SIZE if has_class else 1
+    """Return 1, or more for large sets: classes of Unicode characters, and ranges whose case is ignored."""
+    if op is not sre.IN:
+        return 1
+    has_class = not flags & re.ASCII and any(member is sre.CATEGORY for member, _ in argument)
+    size = _CLASS_SIZE if has_class else 1
+    if flags & re.IGNORECASE:
+        size += sum(each[1] - each[0] for member, each in argument if member is sre.RANGE) // _FOLDED_PER_SIZE
+    return size
 
 
 def _with_case(text: str, flags: int) -> str:

@@ -22,8 +22,13 @@ MAX_STEPS = 5000
 STEPS_PER_ELEMENT = 10
 """Further steps for each value in the parameters, whose number the server bounds."""
 
+LARGEST_SEARCH = 1 << 20
+"""Maximum product of a text's length and a pattern's size. A search of that takes ten milliseconds or more, in which
+nothing else runs in the process."""
+
 _DEEPEST = 64
 _REGEX_SIZE_PER_STEP = 64
+_CHARACTERS_PER_STEP = 1024
 _ANNOTATIONS = frozenset(
     {
         "$comment",
@@ -230,20 +235,32 @@ class _SchemaCheck:
     def has_pattern(self, pattern: str, text: str) -> bool:
         """Return whether a pattern of the schema is found in a text."""
         regex = self._patterns[pattern]
-        self.spend(len(text) * regex.size // _REGEX_SIZE_PER_STEP)
+        size = len(text) * regex.size
+        if size > LARGEST_SEARCH:
+            raise _TooMuch(f"params: a text of {len(text)} characters is too long for a pattern of params_schema")
+        self.spend(size // _REGEX_SIZE_PER_STEP)
         return regex.is_found_in(text)
 
-    def canonical(self, value: Any) -> Any:
-        """Return something that is equal for equal JSON values, and hashable."""
-        self.spend()
+    def canonical(self, value: Any) -> str:
+        """Return a text that is equal for equal JSON values.
+
+        A text, because clients can choose numbers and lists that all have the same hash.
+        """
+        return repr(self._normalized(value))
+
+    def _normalized(self, value: Any) -> Any:
         match value:
-            case bool() | None:
-                return ("constant", value)
-            case dict():
-                return frozenset((key, self.canonical(each)) for key, each in value.items())
+            case str():
+                self.spend(1 + len(value) // _CHARACTERS_PER_STEP)
+                return value
+            case Mapping():
+                self.spend(1 + len(value))
+                return tuple((key, self._normalized(value[key])) for key in sorted(value, key=str))
             case list() | tuple():
-                return tuple(map(self.canonical, value))
-        return value
+                self.spend()
+                return [self._normalized(each) for each in value]
+        self.spend()
+        return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _count(value: Any) -> int:

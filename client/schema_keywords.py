@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 _TYPES = {
@@ -15,6 +16,7 @@ _TYPES = {
     "object": "an object",
 }
 _NOTHING = object()
+_NAMES_PER_STEP = 16
 
 
 class Problem(NamedTuple):
@@ -51,8 +53,12 @@ class SchemaRun(Protocol):
         """Return whether a pattern of the schema is found in a text."""
         ...
 
-    def canonical(self, value: Any) -> Any:
-        """Return something that is equal for equal JSON values, and hashable."""
+    def canonical(self, value: Any) -> str:
+        """Return a text that is equal for equal JSON values."""
+        ...
+
+    def spend(self, steps: int = 1) -> None:
+        """Count steps beyond those of `check`, which counts one for each keyword."""
         ...
 
 
@@ -160,7 +166,8 @@ def _prefix_items(run: SchemaRun, schemas: Any, value: Any, path: str) -> Proble
     return _first(run.check(schema, item, f"{path}[{i}]") for i, (schema, item) in enumerate(pairs))
 
 
-def _required(_: SchemaRun, names: Any, value: Any, path: str) -> Problem | None:
+def _required(run: SchemaRun, names: Any, value: Any, path: str) -> Problem | None:
+    run.spend(len(names) // _NAMES_PER_STEP)
     missing = next((n for n in names if n not in value), None) if isinstance(value, Mapping) else None
     return None if missing is None else Problem(f"{path}.{missing[:80]}", "required")
 
@@ -168,6 +175,7 @@ def _required(_: SchemaRun, names: Any, value: Any, path: str) -> Problem | None
 def _properties(run: SchemaRun, schemas: Any, value: Any, path: str) -> Problem | None:
     if not isinstance(value, Mapping):
         return None
+    run.spend(len(schemas) // _NAMES_PER_STEP)
     return _first(run.check(schema, value[n], f"{path}.{n[:80]}") for n, schema in schemas.items() if n in value)
 
 
@@ -177,6 +185,7 @@ def _property_names(run: SchemaRun, schema: Any, value: Any, path: str) -> Probl
 
 
 def _dependent_required(run: SchemaRun, names: Any, value: Any, path: str) -> Problem | None:
+    run.spend(len(names) // _NAMES_PER_STEP)
     present = [needed for n, needed in names.items() if n in value] if isinstance(value, Mapping) else []
     return _first(_required(run, needed, value, path) for needed in present)
 
@@ -215,13 +224,16 @@ def _first(problems: Iterator[Problem | None]) -> Problem | None:
 
 def check_items(run: SchemaRun, schema: Any, value: Any, path: str, start: int) -> Problem | None:
     """Check `items`: those from `start`, after the ones of `prefixItems`."""
-    items = value[start:] if _is_list(value) else ()
+    items = islice(value, start, None) if _is_list(value) else ()
     return _first(run.check(schema, item, f"{path}[{i}]") for i, item in enumerate(items, start))
 
 
 def check_additional(run: SchemaRun, schema: Any, value: Any, path: str, known: Any) -> Problem | None:
     """Check `additionalProperties`: those that are not in `known`."""
-    others = [name for name in value if name not in known] if isinstance(value, Mapping) else []
+    if not isinstance(value, Mapping):
+        return None
+    run.spend(len(value) // _NAMES_PER_STEP)
+    others = [name for name in value if name not in known]
     if schema is False and others:
         takes = f", only {', '.join(list(known)[:20])}" if known else ""
         return Problem(f"{path}.{str(others[0])[:80]}", f"there is no such parameter{takes}")
@@ -254,11 +266,11 @@ def _is_divisor(value: Any) -> bool:
 
 def _is_type_name(value: Any) -> bool:
     names = value if isinstance(value, list) else [value]
-    return bool(names) and all(isinstance(name, str) and name in _TYPES for name in names)
+    return bool(names) and _is_names(names) and all(name in _TYPES for name in names)
 
 
 def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+    return isinstance(value, list) and all(isinstance(name, str) for name in value) and len(set(value)) == len(value)
 
 
 def _is_dependency(value: Any) -> bool:
@@ -314,7 +326,7 @@ VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "allOf": _SCHEMAS,
     "anyOf": _SCHEMAS,
     "const": _SCHEMA,
-    "dependentRequired": (_is_dependency, "an object of lists of names"),
+    "dependentRequired": (_is_dependency, "an object of lists of different names"),
     "enum": (lambda value: isinstance(value, list) and bool(value), "a list, not empty"),
     "exclusiveMaximum": _NUMBER,
     "exclusiveMinimum": _NUMBER,
@@ -334,8 +346,8 @@ VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "prefixItems": _SCHEMAS,
     "properties": (_is_object, "an object of schemas"),
     "propertyNames": _SCHEMA,
-    "required": (_is_names, "a list of names"),
-    "type": (_is_type_name, f"a name or a list of names, of {', '.join(_TYPES)}"),
+    "required": (_is_names, "a list of different names"),
+    "type": (_is_type_name, f"a name or a list of different names, of {', '.join(_TYPES)}"),
     "uniqueItems": (_is_bool, "a boolean"),
 }
 """Keywords, and their values."""

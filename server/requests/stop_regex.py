@@ -15,7 +15,7 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from logitship.client.linear_regex import NEEDS_BACKTRACKING
+from logitship.client.linear_regex import NEEDS_BACKTRACKING, combined_flags
 
 # Type checkers do not know the modules of Python's regular expressions.
 sre_compiler: Any = import_module("re._compiler")
@@ -395,7 +395,7 @@ class _Builder:
                 return self.node(*(self.sequence(each, flags, following) for each in argument[1]))
             case sre.SUBPATTERN:
                 _, added, removed, inner = argument
-                return self.sequence(inner, _combined(flags, added, removed), following)
+                return self.sequence(inner, combined_flags(flags, added, removed), following)
             case sre.MAX_REPEAT | sre.MIN_REPEAT:
                 least, most, inner = argument
                 return self._repetition(least, most, inner, flags, following)
@@ -468,13 +468,6 @@ def _re_test(op: Any, argument: Any, flags: int) -> Callable[[str], bool]:
     one = sre_parser.SubPattern(sre_parser.State(), [(op, argument)])
     matched = sre_compiler.compile(one, flags).match
     return lambda character: matched(character) is not None
-
-
-def _combined(flags: int, added: int, removed: int) -> int:
-    """Return the flags inside a group, such as those of `(?i-s:…)`."""
-    if added & sre_parser.TYPE_FLAGS:
-        flags &= ~sre_parser.TYPE_FLAGS
-    return (flags | added) & ~removed
 
 
 def _assertion(position: Any, flags: int) -> _Assertion:

@@ -49,6 +49,9 @@ def test_matches_are_those_of_re(pattern: str) -> None:
         ("(?:){99999}", "amount to more than 1000 characters"),
         ("a{99999999999999999999}", "not a regular expression"),
         (r"\w{101}", "amount to more than 1000 characters"),
+        (r"(?:(?:\b|\B)(?:\b|\B)[ab]?){200}", "amount to more than 1000 characters"),
+        ("(?:a?||){400}", "amount to more than 1000 characters"),
+        ("(?i)[\u0100-\U0010ffff]", "amount to more than 1000 characters"),
         ("a" * 1001, "a pattern of 1001 characters, at most 1000 are allowed"),
         ("(" * 60 + ")" * 60, "groups are nested deeper than 50"),
         ("[\ud800]", "a lone surrogate is no character"),
@@ -57,6 +60,11 @@ def test_matches_are_those_of_re(pattern: str) -> None:
 def test_what_is_not_linear_is_refused(pattern: str, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
         LinearRegex(pattern)
+
+
+def test_group_may_be_unicode_in_a_pattern_that_is_ascii() -> None:
+    assert LinearRegex(r"(?a)(?u:\w)").is_found_in("é")
+    assert not LinearRegex(r"(?a)(?u:\d)\w").is_found_in("1é")
 
 
 def test_catastrophic_pattern_is_harmless() -> None:
