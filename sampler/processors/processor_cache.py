@@ -40,6 +40,7 @@ class _Entry:
     """An entry of the cache, reserved before its processor is loaded."""
 
     size: int
+    has_artifacts: bool
     displaced: list[LoadedProcessor]
     """Processors that are evicted for it."""
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -110,7 +111,7 @@ class ProcessorCache:
         """
         runnable = _runnable(string)
         key = (tenant, runnable.digest)
-        entry = self._enter(key, _size(runnable))
+        entry = self._enter(key, _size(runnable), has_artifacts=bool(runnable.artifacts))
         try:
             with entry.lock:  # the first caller loads, the others wait
                 if entry.processor is None:
@@ -172,13 +173,25 @@ class ProcessorCache:
             dropped = [self._drop(key) for key in self._idle()]
         self._unload(dropped)
 
-    def _enter(self, key: Key, size: int) -> _Entry:
+    def evict_with_artifacts(self, tenant: str) -> bool:
+        """Unload the tenant's least recently used idle processor that has artifacts. Return whether there was one."""
+        with self._lock:
+            keys = (key for key in self._idle() if key[0] == tenant and self._entries[key].has_artifacts)
+            key = next(keys, None)
+            if key is None:
+                return False
+            self._evictions += 1
+            evicted = self._drop(key)
+        self._executor.unload(evicted)
+        return True
+
+    def _enter(self, key: Key, size: int, *, has_artifacts: bool) -> _Entry:
         """Return the processor's entry, new or existing, with one more user."""
         with self._lock:
             entry = self._entries.get(key)
             if entry is None:
                 self._before_load(key[0])
-                entry = self._entries[key] = _Entry(size, self._evict_for(key[0], size))
+                entry = self._entries[key] = _Entry(size, has_artifacts, self._evict_for(key[0], size))
                 self._bytes += size
             entry.users += 1
             self._entries.move_to_end(key)  # most recently used last
@@ -269,6 +282,8 @@ def _runnable(string: PickledProcessor | SourceProcessor) -> PickledProcessor | 
 
 
 def _size(string: PickledProcessor | SourceProcessor) -> int:
+    """Return the bytes of a string that the executor keeps. Uploaded artifacts count in their own store."""
     if isinstance(string, PickledProcessor):
         return len(string.payload) + (0 if string.listing is None else len(string.listing.text))
-    return len(string.source.encode()) + len(string.captured)
+    shared = sum(len(each.content.data) for each in string.artifacts if each.content is not None)
+    return len(string.source.encode()) + len(string.captured) + shared

@@ -29,7 +29,7 @@ from logitship.sampler.processors.executor import LoadedProcessor, ProcessorExec
 from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCache
 from logitship.sampler.processors.request_view import ModelView
 
-from .artifact_store import ArtifactStore
+from .artifact_store import ArtifactStore, ArtifactStoreFull, StoredArtifact
 from .callable_library import CallableLibrary
 from .load_queue import Runnable
 from .processor_descriptions import (
@@ -400,6 +400,19 @@ class ProcessorLibrary(ProcessorLoader):
         """Register a processor that was loaded from what `find_to_register` returned. Raises as `register`."""
         self.names.check_name(name or processor.name, self._installed_name(string))
         return registered_info(self._registered.add(_upload(name, processor, string), tenant))
+
+    def add_artifact(self, data: bytes, tenant: str) -> StoredArtifact:
+        """Keep an artifact of a tenant. If there is no space, idle processors with artifacts are unloaded.
+
+        Raises:
+            ArtifactStoreFull: there is none then either.
+        """
+        while True:
+            try:
+                return self.artifacts.add(data, tenant)
+            except ArtifactStoreFull as error:
+                if not any(self.cache.evict_with_artifacts(each) for each in error.tenants):
+                    raise
 
     def _check_artifacts(self, string: Runnable, tenant: str) -> None:
         self.artifacts.resolve(string.artifacts, tenant)

@@ -196,6 +196,7 @@ class RequestProcessors:
         self._loads = loads
         self._load_time = load_time
         self.artifacts = library.artifacts
+        self._keep_artifact = library.add_artifact
 
     def load_stats(self) -> LoadStats:
         """Return the numbers of loads of shipped processors."""
@@ -242,7 +243,7 @@ class RequestProcessors:
             ServiceUnavailable: there is no space for it.
         """
         try:
-            return await asyncio.to_thread(self.artifacts.add, data, tenant)
+            return await asyncio.to_thread(self._keep_artifact, data, tenant)
         except ArtifactStoreFull as error:
             raise ServiceUnavailable(str(error)) from error
 

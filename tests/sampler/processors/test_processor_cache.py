@@ -3,11 +3,13 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import pytest
 
 from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.artifact import Artifact
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCache, ProcessorCacheFull
@@ -125,6 +127,29 @@ def test_processor_is_in_use_until_released() -> None:
     use_once(cache, "C")
     use_once(cache, "A")
     assert executor.loads == ["A", "B", "C"]
+
+
+def test_idle_processors_with_artifacts_are_evicted_on_request() -> None:
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=9, max_bytes=100)
+    artifacts = (Artifact("sha256:1"),)
+    use_once(cache, "A")
+    for name in "BC":
+        cache.release(cache.acquire(replace(string(name), artifacts=artifacts)))
+    used = cache.acquire(replace(string("D"), artifacts=artifacts))
+    cache.release(cache.acquire(replace(string("E"), artifacts=artifacts), "other"))
+    assert cache.evict_with_artifacts("")
+    assert cache.evict_with_artifacts("")
+    assert not cache.evict_with_artifacts("")
+    assert executor.unloaded == ["B", "C"]
+    cache.release(used)
+    assert (cache.stats().entries, cache.stats().evictions) == (3, 2)
+
+
+def test_artifacts_in_a_string_count() -> None:
+    cache = ProcessorCache(CountingExecutor(), max_entries=9, max_bytes=100)
+    cache.acquire(replace(string("A"), artifacts=(Artifact.of(bytes(70)), Artifact("sha256:1"))))
+    assert cache.stats().bytes == 71
 
 
 def test_bytes_are_limited() -> None:

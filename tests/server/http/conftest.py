@@ -197,6 +197,7 @@ class FakeProcessors(RequestProcessors):
 
     def __init__(self) -> None:
         self.artifacts = ArtifactStore(max_bytes=1 << 16)
+        self._keep_artifact = self.artifacts.add
         self.asked_for: list[tuple[str, str, str]] = []
         """Method, processor name and tenant per call."""
 

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
+import time
+from collections import deque
+from functools import partial
+
 import pytest
 
 from logitship import ProcessorLoadError
 from logitship.client.serialization.artifact import Artifact, digest_of
 from logitship.server.processors.artifact_store import ArtifactStore, ArtifactStoreFull, StoredArtifact
 
-OVERHEAD = 1 << 10
+OVERHEAD = 1 << 14
 SPACE_FOR_THREE = 3 * (OVERHEAD + 100)
 
 
@@ -92,6 +98,73 @@ def test_bytes_that_a_loaded_class_uses_count_until_it_is_unloaded() -> None:
     del used
     assert store.num_bytes == 0
     store.add(data(1))
+
+
+def test_bytes_of_loaded_classes_are_their_tenants() -> None:
+    """A tenant does not lose an artifact because another one's classes fill the store."""
+    store = ArtifactStore(max_bytes=100 * OVERHEAD)
+    digest = store.add(bytes(80 * OVERHEAD), "large").digest
+    used = store.resolve([Artifact(digest)], "large")
+    store.remove(digest, "large")
+    small = store.add(bytes(12 * OVERHEAD), "small").digest
+    with pytest.raises(ArtifactStoreFull) as raised:
+        store.add(bytes(9 * OVERHEAD), "other")
+    assert raised.value.tenants == ["large"]
+    assert digests(store, "small") == {small}
+    del used
+    store.add(bytes(9 * OVERHEAD), "other")
+
+
+def test_artifact_that_a_loaded_class_uses_is_not_evicted_in_vain() -> None:
+    store = ArtifactStore(max_bytes=SPACE_FOR_THREE)
+    first, second = (store.add(data(number)).digest for number in range(2))
+    used = store.resolve([Artifact(second)])
+    store.resolve([Artifact(first)])  # more recently, but by no class that is still loaded
+    third, fourth = (store.add(data(number)).digest for number in (2, 3))
+    assert digests(store) == {second, third, fourth}
+    assert used[0].content is not None
+
+
+def test_other_tenants_cannot_keep_an_artifact_from_being_evicted() -> None:
+    store = ArtifactStore(max_bytes=SPACE_FOR_THREE)
+    first, second, third = (store.add(data(number), "one").digest for number in range(3))
+    store.resolve([Artifact(first)], "two")
+    fourth = store.add(data(3), "one").digest
+    assert digests(store, "one") == {second, third, fourth}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_totals_are_those_of_what_is_there(seed: int) -> None:
+    generator = random.Random(seed)
+    store = ArtifactStore(max_bytes=6 * (OVERHEAD + 100))
+    tenants, used = ["one", "two", "three"], deque[tuple[Artifact, ...]]()
+    for _ in range(300):
+        tenant, number = generator.choice(tenants), generator.randrange(8)
+        before = {name: digests(store, name) for name in tenants}
+        match generator.randrange(4):
+            case 0 | 1:
+                try:
+                    store.add(data(number), tenant)
+                except ArtifactStoreFull:
+                    assert {name: digests(store, name) for name in tenants} == before
+            case 2:
+                store.remove(digest_of(data(number)), tenant)
+            case 3:
+                with contextlib.suppress(ProcessorLoadError):
+                    used.append(store.resolve([Artifact(digest_of(data(number)))], tenant))
+        while len(used) > 4:
+            used.popleft()
+        there = set().union(*map(partial(digests, store), tenants), (each.digest for (each,) in used))
+        assert store.num_bytes == len(there) * (OVERHEAD + 100) <= 6 * (OVERHEAD + 100)
+
+
+def test_time_does_not_grow_with_the_number_of_artifacts() -> None:
+    """As many as fit into 128 MiB."""
+    store = ArtifactStore(max_bytes=1 << 27)
+    started = time.process_time()
+    for number in range(8_000):
+        store.add(number.to_bytes(4, "little"))
+    assert time.process_time() - started < 2
 
 
 def test_class_may_not_use_more_than_a_sandbox_holds() -> None:

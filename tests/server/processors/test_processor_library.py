@@ -14,6 +14,7 @@ from logitship.builtin_processors.registry import Registry, installed_processors
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor import CustomLogitProcessor
+from logitship.client.serialization.artifact import Artifact
 from logitship.client.serialization.processor_string import (
     InstalledProcessor,
     PickledProcessor,
@@ -22,9 +23,11 @@ from logitship.client.serialization.processor_string import (
     SourceProcessor,
     parse,
 )
+from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
 from logitship.sampler.processors.request_view import ModelView
+from logitship.server.processors.artifact_store import ArtifactStore, ArtifactStoreFull
 from logitship.server.processors.callable_library import CallableLibrary
 from logitship.server.processors.processor_library import (
     InvalidName,
@@ -44,10 +47,21 @@ NewLibrary = Callable[..., ProcessorLibrary]
 @pytest.fixture
 def new_library() -> NewLibrary:
     def make(
-        registry: Registry | None = None, max_entries: int = 2, allowed_digests: frozenset[str] | None = None
+        registry: Registry | None = None,
+        max_entries: int = 2,
+        allowed_digests: frozenset[str] | None = None,
+        artifacts: ArtifactStore | None = None,
+        executor: InProcessExecutor | None = None,
     ) -> ProcessorLibrary:
-        executor = InProcessExecutor(SGLANG_NAMES, MODEL)
-        cache = ProcessorCache(executor, max_entries=max_entries, max_bytes=1 << 20)
+        executor = executor or InProcessExecutor(SGLANG_NAMES, MODEL)
+        cache = ProcessorCache(
+            executor,
+            max_entries=max_entries,
+            max_bytes=1 << 20,
+            resolve=lambda string, tenant: (
+                string if artifacts is None else replace(string, artifacts=artifacts.resolve(string.artifacts, tenant))
+            ),
+        )
         registered = RegisteredProcessors(max_entries=4, max_bytes=1 << 20)
         callables = CallableLibrary(None, None)
         return ProcessorLibrary(
@@ -58,9 +72,27 @@ def new_library() -> NewLibrary:
             registered,
             callables,
             allowed_digests,
+            artifacts,
         )
 
     return make
+
+
+class KeepingExecutor(InProcessExecutor):
+    """Keeps the artifacts of the loaded classes, as sandboxes do."""
+
+    def __init__(self) -> None:
+        super().__init__(SGLANG_NAMES, MODEL)
+        self.kept: dict[str, object] = {}
+
+    def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
+        loaded = super().load(string, tenant)
+        self.kept[loaded.digest] = string
+        return loaded
+
+    def unload(self, processor: LoadedProcessor) -> None:
+        super().unload(processor)
+        del self.kept[processor.digest]
 
 
 def shipped(name: str) -> SourceProcessor:
@@ -83,6 +115,25 @@ def test_installed_processor_by_name(new_library: NewLibrary) -> None:
     library.release(processor)
     library.release(processor)
     assert library.cache_stats().entries == 0
+
+
+def test_idle_classes_are_unloaded_for_an_artifact(new_library: NewLibrary) -> None:
+    """An author who uploads new weights again and again never fills the store."""
+    library = new_library(max_entries=9, artifacts=ArtifactStore(max_bytes=3 << 14), executor=KeepingExecutor())
+    used = None
+    for number in range(6):
+        digest = library.add_artifact(bytes([number]) * 1000, "").digest
+        processor = library.acquire(replace(shipped(f"A{number}"), artifacts=(Artifact(digest),)), "")
+        if number:
+            library.release(processor)
+        else:
+            used = processor
+    assert library.cache_stats().entries == 2  # another one's bytes were freed for the last
+    assert used is not None
+    with pytest.raises(ArtifactStoreFull):
+        library.add_artifact(bytes(20_000), "")
+    library.release(used)
+    library.add_artifact(bytes(20_000), "")
 
 
 def test_params_of_installed_processors_are_checked(new_library: NewLibrary) -> None:
