@@ -265,11 +265,15 @@ def _artifacts(about: dict[str, Any]) -> tuple[Artifact, ...]:
 
 def _shared(about: dict[str, Any], payload: bytes) -> Iterator[Artifact]:
     """Read the parts of the pickle that `captured` refers to: offsets and lengths."""
+    left = len(payload)  # else each part could be all of it
     for part in _text(about, "shared").split(" ")[:MAX_ARTIFACTS] if "shared" in about else ():
         match = _PART.fullmatch(part)
         if match is None:
             raise ProcessorLoadError("'logitship.shared' is not a text of offsets and lengths such as '120:4000'")
         offset, length = map(int, match.groups())
+        left -= length
+        if left < 0:
+            raise ProcessorLoadError("'logitship.shared' has more bytes than 'callable'")
         yield Artifact.of(payload[offset : offset + length])
 
 

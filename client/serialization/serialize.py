@@ -57,7 +57,9 @@ def serialize(cls: type[ProcessorBase], *, artifact_size: int | None = None) -> 
 def _are_in(payload: bytes, artifacts: Collection[Artifact], source: SourceProcessor) -> bool:
     """Return whether the pickle has the bytes of all artifacts of the source, or refers to them too."""
     used = [each for each in source.artifacts if each not in artifacts]
-    return len(used) <= MAX_ARTIFACTS and all(data in payload for data in bytes_of(used).values())
+    contents = bytes_of(used).values()
+    is_short = len(used) <= MAX_ARTIFACTS and sum(map(len, contents)) <= len(payload)
+    return is_short and all(data in payload for data in contents)
 
 
 def dump_class(cls: type) -> bytes:

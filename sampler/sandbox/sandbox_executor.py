@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -125,6 +125,8 @@ class SandboxExecutor:
         if not isinstance(string, PickledProcessor | SourceProcessor):
             raise ProcessorLoadError(f"{type(string).__name__} ships no code")
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
+        if isinstance(runnable, PickledProcessor):  # the source next to a pickle never runs, and takes memory
+            runnable = replace(runnable, source=None, params_schema=None)
         sandboxed = SandboxedProcessor(runnable, tenant)
         self._start(sandboxed)
         description = sandboxed.class_description

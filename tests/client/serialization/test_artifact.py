@@ -124,6 +124,7 @@ def test_tampered_parts_give_other_digests() -> None:
         ({"artifacts": ["sha256:0"]}, "'logitship.artifacts' has an entry that is not"),
         ({"artifacts": [3]}, "'logitship.artifacts' has an entry that is not"),
         ({"source": "x", "name": "A", "shared": "1"}, "'logitship.shared' is not a text of offsets and lengths"),
+        ({"source": "x", "name": "A", "shared": "0:1 0:1"}, "'logitship.shared' has more bytes than 'callable'"),
         ({"source": "x", "name": "A", "shared": 3}, "'shared' is missing, empty or not a string"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -60,7 +61,26 @@ def test_artifacts_and_lines_reach_the_sandbox(executor: SandboxExecutor, caller
     )
 
 
+def test_server_keeps_only_what_runs(executor: SandboxExecutor) -> None:
+    string = serialize(Weighs)
+    assert string.source is not None
+    processor = executor.load(string)
+    assert processor.instance.string == replace(string, source=None, params_schema=None)
+    assert processor.digest == string.digest
+
+
 def test_sandbox_memory_counts_artifacts(executor: SandboxExecutor) -> None:
     """The sandbox has 64 MiB."""
     with pytest.raises(ProcessorLoadError, match=r"MemoryError|ended its process|not enough memory"):
         executor.load(serialize(Heavy, artifact_size=1 << 16))
+
+
+def test_unloading_frees_artifacts(executor: SandboxExecutor) -> None:
+    string = serialize(Weighs, artifact_size=1 << 16)
+    assert string.artifacts[0].content is not None
+    content = weakref.ref(string.artifacts[0].content)
+    processor = executor.load(string)
+    del string
+    executor.unload(processor)
+    del processor
+    assert content() is None
