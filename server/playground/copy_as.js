@@ -34,8 +34,8 @@ function python({ mode, body, url }) {
   const call = mode === "chat" ? "chat" : "completions";
   const key = apiKey() ? ', api_key=os.environ["LOGITSHIP_API_KEY"]' : "";
   return [
+    ...(isCode ? [processor.source.trim(), "", ""] : []), // first: it may import from __future__
     ...(key ? ["import os", ""] : []),
-    ...(isCode ? [processor.source.trim(), "", ""] : []),
     "from logitship import Client",
     "",
     `with Client(${literal(url)}${key}) as client:`,
@@ -52,7 +52,8 @@ function python({ mode, body, url }) {
 function curl({ mode, body, url }) {
   const key = apiKey() ? ' -H "Authorization: Bearer $LOGITSHIP_API_KEY"' : "";
   const json = JSON.stringify(body, null, 2); // line feeds of the source are escaped: no line of it ends the text
-  return `curl ${url}/${path(mode)} -H 'Content-Type: application/json'${key} -d @- <<'END'\n${json}\nEND\n`;
+  const quoted = `'${`${url}/${path(mode)}`.replaceAll("'", "'\\''")}'`; // zsh expands the brackets of an IPv6 address
+  return `curl ${quoted} -H 'Content-Type: application/json'${key} -d @- <<'END'\n${json}\nEND\n`;
 }
 
 /** @param {Request} request */

@@ -64,11 +64,14 @@ def test_api_key_is_not_copied(playground: Playground, tmp_path: Path) -> None:
     page.click("#key-open")
     page.fill("#key", "secret-key")
     page.get_by_role("button", name="Use this key").click()
+    playground.write(f"from __future__ import annotations\n\n{REGISTERED}")
     for language in ("python", "openai", "curl"):
         text = copied(playground, language)
         assert "secret-key" not in text
         assert "LOGITSHIP_API_KEY" in text
-        if language != "curl":
+        if language == "curl":
+            assert text.startswith(f"curl '{playground.url}/v1/")
+        else:
             compile(text, language, "exec")
 
 
