@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Row:
     """One sequence in a call: its history, its parameters, and the logits of its next token."""
 
-    __slots__ = ("_index", "_logits", "params", "request")
+    __slots__ = ("_index", "_logits", "_view", "params", "request")
 
     params: dict[str, Any]
     """The request's `custom_params`, and `"__req__"`."""
@@ -30,6 +30,7 @@ class Row:
     def __init__(self, logits: torch.Tensor, index: int, params: dict[str, Any]) -> None:
         self._logits = logits
         self._index = index
+        self._view: torch.Tensor | None = None
         self.params = params
         self.request = params["__req__"]
 
@@ -72,8 +73,15 @@ class Row:
 
     @property
     def logits(self) -> torch.Tensor:
-        """The logits, float32 [vocabulary]: edit them in place."""
-        return self._logits[self._index]
+        """The logits, float32 [vocabulary]: edit them in place, or set others."""
+        if self._view is None:
+            self._view = self._logits[self._index]
+        return self._view
+
+    @logits.setter
+    def logits(self, values: torch.Tensor) -> None:
+        if values is not self._view:  # `row.logits *= 2` sets what it has edited
+            self._logits[self._index] = values
 
     def forbid(self, token_ids: int | Iterable[int]) -> None:
         """Forbid tokens."""

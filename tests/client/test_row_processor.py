@@ -40,6 +40,10 @@ def edited(edit: Callable[[Row], None], before: torch.Tensor) -> list[float]:
     return list(real[1].tolist())
 
 
+def doubled(row: Row) -> None:
+    row.logits *= 2
+
+
 @pytest.mark.parametrize(
     ("edit", "expected"),
     [
@@ -57,6 +61,8 @@ def edited(edit: Callable[[Row], None], before: torch.Tensor) -> list[float]:
         (lambda row: row.allow_only([]), dict.fromkeys(range(VOCAB), -INF)),
         (lambda row: row.force(2), {i: -INF for i in range(VOCAB) if i != 2}),
         (lambda row: row.logits.mul_(2), {i: 2.0 * i for i in range(VOCAB)}),
+        (doubled, {i: 2.0 * i for i in range(VOCAB)}),
+        (lambda row: setattr(row, "logits", row.logits + 1), {i: i + 1.0 for i in range(VOCAB)}),
     ],
 )
 def test_edits_of_one_row_without_reading(edit: Callable[[Row], None], expected: dict[int, float]) -> None:
