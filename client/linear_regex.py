@@ -30,7 +30,7 @@ LARGEST_SIZE = 1000
 _DEEPEST = 50
 _CLASS_SIZE = 10
 _FOLDED_PER_SIZE = 1000
-"""Characters of a range for which an equal one in another case is searched, in the time that one in the text takes."""
+"""Characters of a range whose case is ignored that count as one: the compiler looks at each of them."""
 _CATEGORIES = {
     sre.CATEGORY_DIGIT: r"\d",
     sre.CATEGORY_NOT_DIGIT: r"\D",
@@ -118,10 +118,10 @@ class _Translator:
         self.size = 0
 
     def sequence(self, items: Any, flags: int, times: int, depth: int) -> str:
-        """Translate what follows one after the other.
+        """Translate a sequence.
 
         Args:
-            items: from Python's parser.
+            items: of the sequence, from Python's parser.
             flags: Python's flags that apply.
             times: how often all of it may be repeated.
             depth: number of groups around it.

@@ -2,7 +2,7 @@
 
 The schema comes from a client, and so do the parameters. So only keywords whose cost is bounded are taken, references
 stay inside the schema, patterns are searched in linear time, and a check counts its steps. A schema with another
-keyword is refused: it would promise a check that nobody makes.
+keyword is refused: it would look as if it were enforced.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from .serialize import own_packages
 
 _SHOWN = 3
 _LEAST_SHARE = 0.05
-"""Share of the string from which on a content is worth a mention."""
+"""Smallest share of the string that is reported."""
 
 
 @dataclass(frozen=True)

@@ -57,7 +57,7 @@ class UnansweredCall(Protocol):
 
 
 class AnswerReceiver:
-    """Tells each call that it watches once that something has arrived, on a thread of its own. Its owner does all else.
+    """Notifies each call that it watches once that data has arrived, on a thread of its own. Its owner does all else.
 
     Until the logits exist, the engine's thread is in the forward pass. What it did afterwards would delay the step, and
     take long: the forward pass has displaced code and data from the caches.

@@ -1,4 +1,4 @@
-"""One run of the author's class after the other."""
+"""Runs of the author's class, one after the other."""
 
 from __future__ import annotations
 

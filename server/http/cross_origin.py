@@ -144,7 +144,7 @@ def _opens_page(scope: Scope, headers: Headers) -> bool:
 
 
 def _check_content_type(headers: Headers, expected: str) -> None:
-    """Refuse bodies that are not declared as what is expected. Programs may omit the header."""
+    """Refuse bodies whose Content-Type is not the expected one. Programs may omit the header."""
     given = headers.get("content-type")
     if given is None and "origin" not in headers:
         return

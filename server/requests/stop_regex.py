@@ -382,7 +382,7 @@ class _Builder:
         return node
 
     def sequence(self, items: Any, flags: int, following: _Node) -> _Node:
-        """Build what matches one after the other, before a node. Returns its first node."""
+        """Build the nodes of a sequence, before a node. Returns the first."""
         for op, argument in reversed([*items]):
             following = self._item(op, argument, flags, following)
         return following
