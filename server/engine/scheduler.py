@@ -192,7 +192,7 @@ class Scheduler:
         for sequence in computing:
             wanted[sequence.tenant] += sequence.num_prompt - sequence.num_computed
         left = self._shares.split_prompt_tokens(budget, wanted)
-        chunks = []
+        chunks: list[ScheduledChunk] = []
         for sequence in computing:
             if left[sequence.tenant] and (sequence.num_computed or self._may_copy or not chunks):
                 # In every step: a sequence ahead of it may just have computed the same prefix.
