@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from logitship.server import cli
 from logitship.server.config import ServerConfig
@@ -224,3 +226,12 @@ def test_missing_torch_names_the_extra_to_install(
 def test_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--model-path", "./nowhere.gguf", "--port", "0"]) == 1
     assert capsys.readouterr().err.endswith("logitship: there is no GGUF file './nowhere.gguf'\n")
+
+
+def test_missing_device(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the model is looked for, which `tiny` does not name."""
+    count = torch.cuda.device_count()
+    device = f"cuda:{count}" if count else "cuda"
+    assert cli.main(["serve", "tiny", "--device", device, "--port", "0"]) == 1
+    message = rf"logitship: cannot use --device {device}: [^\n]+ \(usable here: auto, cpu[^\n]*\)\n"
+    assert re.fullmatch(message, capsys.readouterr().err)

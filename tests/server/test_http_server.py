@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import re
 import signal
 import socket
@@ -23,6 +24,7 @@ import pytest
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.receiving import SHORT_TEXT
 from logitship.server.http_server import HTTPServer
+from logitship.server.listening import open_sockets
 from logitship.server.model.model_loader import LoadedModel
 
 DEADLINE = 120.0
@@ -267,6 +269,29 @@ def test_port_in_use(serve: Callable[..., Serving], model_folder: Path) -> None:
     assert second.returncode != 0
     assert f"--port {port}: something else listens on it" in second.stderr
     assert "loading the model" not in second.stderr
+
+
+@pytest.mark.parametrize("page", ["playground: ", ""])
+def test_urls_of_the_page_and_of_the_api_are_logged(
+    page: str, make_engine: Callable[..., AsyncEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    server = HTTPServer(make_engine(disable_playground=not page))
+    sockets = open_sockets("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=[sockets])
+    with caplog.at_level(logging.INFO):
+        thread.start()
+        try:
+            assert server.ready.wait(DEADLINE)
+            (line,) = [each for each in caplog.messages if each.startswith("running on ")]
+            words = line.split("  ")
+            urls = dict(word.split(": ", 1) for word in words[1:])
+            assert urls.keys() == {"API", *page.split(": ")[:1]} - {""}
+            assert httpx.get(f"{urls['API']}/models").json()["data"][0]["id"] == "tiny"
+            if page:
+                assert httpx.get(urls["playground"]).headers["content-type"].startswith("text/html")
+        finally:
+            server.request_exit()
+            thread.join()
 
 
 @pytest.mark.parametrize(

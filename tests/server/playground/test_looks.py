@@ -220,6 +220,7 @@ def test_desk(real_server: str, pages: Pages, tmp_path: Path) -> None:
     assert "e" in playground.text("without").lower()
     page.locator("#with-tokens .token.forbidden").nth(1).click()
     expect(page.locator("#trace .summary")).to_contain_text("The first choice was forbidden")
+    page.evaluate("scrollTo(0, 0)")
     shoot(page, "desk", tmp_path)
 
 
@@ -287,6 +288,32 @@ def test_timeout_marks_the_line(real_server: str, pages: Pages) -> None:
     expect(page.locator("#editor .error-line")).to_have_text(re.compile("while len|pass"))
     expect(page.locator("#code-error")).to_contain_text("Go to line")
     expect(page.locator("#code-error pre")).to_contain_text("called")
+
+
+PRINTS = """import sys
+from logitship import CustomLogitProcessor
+
+
+class Prints(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        print("<b>step", len(custom_param_list[0]["__req__"].output_ids))
+        print("warned", file=sys.stderr)
+        return logits
+"""
+
+
+def test_prints_are_under_the_answer(real_server: str, pages: Pages) -> None:
+    playground = real(pages, real_server)
+    page = playground.page
+    page.fill("#sampling-max_tokens", "2")
+    playground.write(PRINTS)
+    playground.run()
+    printed = page.get_by_label("Printed by Prints")
+    expect(printed).to_have_text("<b>step 0\nwarned\n<b>step 1\nwarned\n")
+    answer, shown = page.locator("#with-tokens").bounding_box(), printed.bounding_box()
+    assert answer is not None
+    assert shown is not None
+    assert shown["y"] >= answer["y"] + answer["height"]
 
 
 def test_phone(real_server: str, pages: Pages, tmp_path: Path) -> None:
