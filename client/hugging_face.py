@@ -48,6 +48,7 @@ def from_hugging_face(processor: Any) -> type[CustomLogitProcessor]:
         raise TypeError(f"expected a LogitsProcessor of transformers, or its class, not {type(processor).__name__}")
     cls = processor if isinstance(processor, type) else type(processor)
     body: dict[str, Any] = {"__module__": cls.__module__, "__doc__": cls.__doc__, "original": processor}
+    body["_wraps"] = "original"  # for the source, see `source_capture.py`
     if isinstance(processor, type):
         names, required = _arguments(processor)
         body |= {"argument_names": names, "params_schema": {"type": "object", "required": required}}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -22,13 +24,17 @@ from transformers import (
 
 from logitship import LLM, Client, CustomLogitProcessor, ProcessorSerializationError, SamplingParams, from_hugging_face
 from logitship.client import hugging_face
+from logitship.client.author_errors import author_line, author_traceback
 from logitship.client.http import http_requests
 from logitship.client.http.processor_argument import ProcessorStrings
 from logitship.client.http.request_options import GenerateOptions
 from logitship.client.hugging_face import is_hugging_face
-from logitship.client.serialization.processor_string import PickledProcessor, parse
+from logitship.client.serialization.loading import load_class
+from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor, parse
+from logitship.client.serialization.serialize import serialize
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.model.model_loader import LoadedModel
+from logitship.server.processors.runnable_source import runnable_text
 
 PROMPTS = [[5, 6, 7, 8], [40, 41, 42], [9, 9, 9, 9, 9, 9]]
 LENGTH = 12
@@ -160,6 +166,85 @@ def test_only_processors_of_transformers_are_recognized() -> None:
     assert not any(map(is_hugging_face, ([], CustomLogitProcessor, Client, "Alternating", lambda a, b: b)))
     with pytest.raises(TypeError, match="expected a LogitsProcessor of transformers, or its class, not list"):
         from_hugging_face([Alternating(1)])
+
+
+class Offset(LogitsProcessor):
+    def __init__(self, by: float = 0.5) -> None:
+        self.by = by
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids[0, -1] == 9:
+            raise ValueError("nine")
+        return scores + self.by
+
+
+class NamesItself(Offset):
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return super(NamesItself, self).__call__(input_ids, scores)  # noqa: UP008
+
+
+class Slotted(LogitsProcessor):
+    __slots__ = ("by",)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + self.by  # type: ignore[attr-defined, no-any-return]
+
+
+def steps(processor: Any, *, last: int = 3) -> list[Any]:
+    """Return the logits of two steps of a row."""
+    request = SimpleNamespace(origin_input_ids=[1, 2], output_ids=[last], state={}, tokenizer=None)
+    params = [{"distance": 2, "penalty": 1.5, "__req__": request}]
+    return [processor(torch.arange(260.0)[None] / 260, params).tolist() for _ in range(2)]
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        Alternating(2, floor=4),
+        Alternating,
+        Offset,
+        RepetitionPenaltyLogitsProcessor(1.5),
+        RepetitionPenaltyLogitsProcessor,
+        LogitsProcessorList([Alternating(2, floor=4), RepetitionPenaltyLogitsProcessor(1.5), Offset(2.0)]),
+        LogitsProcessorList([TypicalLogitsWarper(0.5)]),
+    ],
+    ids=lambda each: getattr(each, "__name__", type(each).__name__),
+)
+def test_source_does_the_same(processor: Any) -> None:
+    cls = from_hugging_face(processor)
+    string = serialize(cls)
+    assert string.source is not None
+    assert string.source.class_name == cls.__name__
+    assert not re.search(r"(import|from) logitship", string.source.source)
+    expected = steps(cls())
+    forms: list[PickledProcessor | SourceProcessor] = [string, string.source]
+    for form in forms:
+        loaded = load_class(form)
+        assert (loaded.__name__, loaded.__doc__) == (cls.__name__, cls.__doc__)
+        assert steps(loaded()) == expected
+    shown: dict[str, Any] = {"__name__": "shown"}
+    exec(compile(runnable_text(string.source), "<shown>", "exec", dont_inherit=True), shown)
+    assert steps(shown[cls.__name__]()) == expected
+
+
+def test_class_that_uses_its_own_name_or_slots_has_no_source() -> None:
+    slotted = Slotted()
+    slotted.by = 1.0  # type: ignore[attr-defined]
+    for processor in (NamesItself, NamesItself(), slotted):
+        string = serialize(from_hugging_face(processor))
+        assert string.source is None
+        assert steps(load_class(string)()) == steps(from_hugging_face(processor)())
+
+
+@pytest.mark.parametrize("processor", [Offset, Offset(), LogitsProcessorList([Offset()])])
+def test_traceback_has_the_authors_line(processor: Any) -> None:
+    string = serialize(from_hugging_face(processor))
+    assert string.source is not None
+    forms: list[PickledProcessor | SourceProcessor] = [string, string.source]
+    for form in forms:
+        with pytest.raises(ValueError, match="nine") as caught:
+            steps(load_class(form)(), last=9)
+        assert author_line(author_traceback(caught.value)).endswith('in __call__: raise ValueError("nine")')
 
 
 def test_attribute_that_cannot_be_serialized_is_named() -> None:

@@ -28,6 +28,7 @@ _NOT_PICKLED = frozenset(
         "__module__",
         "__qualname__",
         "__slots__",
+        "__slotnames__",  # made when the first object of the class is copied or pickled
         "__orig_bases__",
         "__annotations__",
         "__annotate__",

@@ -38,6 +38,11 @@ from .source_text import (
     source_file,
 )
 
+_WRAPS = "_wraps"
+"""Attribute of a class that a function made: the name of the attribute with the class or object that it wraps."""
+
+_WRAPPED_OBJECT = "WRAPPED"
+
 
 def capture_source(
     cls: type, own_packages: frozenset[str] = frozenset(), *, artifact_size: int | None = None
@@ -134,11 +139,67 @@ class _ModuleBuilder:
             self._import_module(name, value)
         elif self._import_by_name(name, value):
             return
+        elif isinstance(value, type) and _WRAPS in vars(value):
+            self._add_wrapper(name, value)
         elif isinstance(value, type | FunctionType):
             file, node = self._definition(value)
             self._add_definition(name, value, file, node)
         else:
             self._add_value(name, value, None, None, Scope({}))
+
+    def _add_wrapper(self, name: str, cls: type) -> None:
+        """Add a class that a function made around another class, or around an object of one, and named after it.
+
+        Its statement takes the name over from the other class, which therefore must not use it itself.
+        """
+        from logitship.client.serialization.pickling.pickled_classes import pickled_attributes
+
+        attributes = pickled_attributes(cls)
+        attribute: str = attributes[_WRAPS]
+        wrapped = attributes.pop(attribute)
+        original, key = wrapped if isinstance(wrapped, type) else type(wrapped), f"class {name}"
+        if original.__name__ != name or not all(map(_is_literal, attributes.values())):
+            raise NoSource
+        if not self._import_by_name(name, original):
+            file, node = self._definition(original)
+            self._add_text(key, file, node, scope_of(original, node, file.filename))
+        if original is not wrapped:
+            self._claim(_WRAPPED_OBJECT, wrapped)
+            self._add_instance(_WRAPPED_OBJECT, wrapped, key)
+        (base,) = cls.__bases__
+        self.add_object(base.__name__, base)
+        values = {each: repr(value) for each, value in attributes.items()}
+        values["__doc__"] = f"{name}.__doc__"
+        values[attribute] = name if original is wrapped else _WRAPPED_OBJECT
+        body = "".join(f"\n    {each} = {value}" for each, value in values.items())
+        self.parts[name] = Part(f"class {name}({base.__name__}):{body}", {base.__name__, key, _WRAPPED_OBJECT})
+
+    def _add_instance(self, name: str, value: Any, of_class: str) -> None:
+        """Add an object: pickled, or of a class of the author, which is created without its constructor.
+
+        Args:
+            name: the name that its statement binds.
+            value: the object.
+            of_class: key of its class in `parts`.
+        """
+        cls = type(value)
+        if self._is_data(name, value):
+            self._captured[name] = value
+        elif isinstance(value, list) and not self._is_own(cls.__module__):
+            items = [f"{name}_{index}" for index in range(len(value))]
+            for item_name, item in zip(items, value, strict=True):
+                self.add_object(type(item).__name__, type(item))
+                self._claim(item_name, item)
+                self._add_instance(item_name, item, type(item).__name__)
+            self.parts[name] = Part(f"{name} = {cls.__name__}([{', '.join(items)}])", {of_class, *items})
+        elif hasattr(value, "__dict__") and cls.__reduce_ex__ is object.__reduce_ex__:
+            attributes = f"{name}_ATTRIBUTES"
+            self._claim(attributes, vars(value))
+            self._add_value(attributes, vars(value), None, None, Scope({}))
+            text = f"{name} = object.__new__({cls.__name__})\nvars({name}).update({attributes})"
+            self.parts[name] = Part(text, {of_class, attributes})
+        else:
+            raise NoSource
 
     def _add_definition(self, name: str, value: Any, file: SourceFile, node: Definition) -> None:
         self._add_text(name, file, node, scope_of(value, node, file.filename))

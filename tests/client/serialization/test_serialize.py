@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import io
 import json
@@ -105,6 +106,25 @@ def test_attribute_access_does_not_change_bytes() -> None:
     first = dump_class(Rounding)
     assert rounded.__dict__ == {}
     assert dump_class(Rounding) == first
+
+
+class Helper:
+    def __init__(self) -> None:
+        self.value = 2.0
+
+
+class WithHelper(Plain):
+    helper = Helper()
+
+
+def test_copying_objects_changes_neither_bytes_nor_source() -> None:
+    """`copyreg` keeps the names of their slots in their class."""
+    first = serialize(WithHelper)
+    copy.copy(Helper())
+    copy.copy(WithHelper())
+    assert {"__slotnames__"} <= vars(Helper).keys() & vars(WithHelper).keys()
+    assert serialize(WithHelper) == first
+    assert first.source is not None
 
 
 def test_loaded_class_can_be_serialized_again(results: Any) -> None:
