@@ -102,6 +102,12 @@ def test_path_that_the_author_wrote_is_shown(monkeypatch: pytest.MonkeyPatch, tm
         scrub._folders.cache_clear()
 
 
+@pytest.mark.parametrize("module", ["requests.exceptions", "aiohttp.client_exceptions", "urllib3.exceptions"])
+def test_errors_of_networking_libraries(module: str) -> None:
+    error = type("ConnectionError", (Exception,), {"__module__": module})("Max retries exceeded")
+    assert sandbox_hint(error).startswith("the sandbox has no network. Fetch the data before you send the class")
+
+
 def test_errors_that_have_nothing_to_do_with_the_sandbox() -> None:
     assert sandbox_hint(ValueError("cuda")) == ""
     assert sandbox_hint(KeyError("open")) == ""

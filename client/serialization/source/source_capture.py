@@ -42,6 +42,7 @@ _WRAPS = "_wraps"
 """Attribute of a class that a function made: the name of the attribute with the class or object that it wraps."""
 
 _WRAPPED_OBJECT = "WRAPPED"
+_REDUCTIONS = ("__reduce__", "__reduce_ex__")
 
 
 def capture_source(
@@ -192,7 +193,7 @@ class _ModuleBuilder:
                 self._claim(item_name, item)
                 self._add_instance(item_name, item, type(item).__name__)
             self.parts[name] = Part(f"{name} = {cls.__name__}([{', '.join(items)}])", {of_class, *items})
-        elif hasattr(value, "__dict__") and cls.__reduce_ex__ is object.__reduce_ex__:
+        elif hasattr(value, "__dict__") and all(getattr(cls, each) is getattr(object, each) for each in _REDUCTIONS):
             attributes = f"{name}_ATTRIBUTES"
             self._claim(attributes, vars(value))
             self._add_value(attributes, vars(value), None, None, Scope({}))

@@ -19,12 +19,16 @@ import pytest
 import torch
 
 from logitship import (
+    LLM,
     BadRequestError,
     Client,
     CustomLogitProcessor,
+    GenerationError,
     NotFoundError,
     PermissionDeniedError,
+    ProcessorFault,
     RegisteredProcessor,
+    SamplingParams,
 )
 from logitship.client.serialization.processor_string import parse, to_text
 from logitship.client.serialization.serialize import serialize
@@ -277,6 +281,31 @@ def test_openai_sdk(served: Served) -> None:
         with pytest.raises(openai.BadRequestError, match="top_p") as refused:
             client.completions.create(prompt=PROMPT, top_p=2, model="tiny")
         assert refused.value.param == "top_p"
+
+
+class Misspells(CustomLogitProcessor):
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        return logits + custom_param_list[0]["biass"]
+
+
+def test_messages_of_all_clients_have_the_authors_line(shipping: Served) -> None:
+    params = {"bias": 1.0}
+    with Client(shipping.url) as client, pytest.raises(GenerationError) as of_client:
+        client.generate(PROMPT, processor=Misspells, params=params)
+    extra_body = {"custom_logit_processor": Misspells.to_str(), "custom_params": params}
+    with openai.OpenAI(base_url=f"{shipping.url}/v1", api_key="any", max_retries=0) as sdk:
+        with pytest.raises(openai.BadRequestError) as of_sdk:
+            sdk.completions.create(model="tiny", prompt=PROMPT, extra_body=extra_body)
+        with pytest.raises(openai.APIError) as of_stream:
+            list(sdk.completions.create(model="tiny", prompt=PROMPT, extra_body=extra_body, stream=True))
+    offline = SamplingParams(custom_logit_processor=Misspells, custom_params=params)
+    with pytest.raises(ProcessorFault) as of_llm:
+        LLM._from_engine(shipping.engine).generate(PROMPT, offline, use_tqdm=False)
+    line = 'in __call__: return logits + custom_param_list[0]["biass"])'
+    for caught in (of_client, of_sdk, of_stream, of_llm):
+        message = str(caught.value)
+        assert "processor Misspells raised KeyError: 'biass' (test_real_engine.py, line " in message
+        assert line in message
 
 
 def test_async_openai_sdk(served: Served) -> None:
