@@ -18,6 +18,10 @@ _NO_GPU = (
 )
 _NO_THREADS = "the sandbox has no threads of its own: compute in __call__"
 _NO_PROCESSES = "the sandbox cannot start processes"
+_NO_MEMORY = (
+    "the sandbox's memory is limited by the server's sandbox_memory: make large tables once, in "
+    "prepare(self, tokenizer, vocab_size), and of a small dtype"
+)
 
 _NETWORK_MODULES = frozenset(
     {"aiohttp", "ftplib", "http", "httpcore", "httpx", "requests", "socket", "urllib", "urllib3"}
@@ -88,10 +92,15 @@ def _is_thread(error: BaseException) -> bool:
     return "can't start new thread" in _message(error)
 
 
+def _is_memory(error: BaseException) -> bool:
+    return type(error) is MemoryError or "can't allocate memory" in _message(error)
+
+
 _HINTS: Sequence[tuple[Callable[[BaseException], bool], str]] = (
     (_is_process, _NO_PROCESSES),
     (_is_network, _NO_NETWORK),
     (_is_file, _NO_FILES),
     (_is_gpu, _NO_GPU),
     (_is_thread, _NO_THREADS),
+    (_is_memory, _NO_MEMORY),
 )

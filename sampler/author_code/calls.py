@@ -21,6 +21,11 @@ from logitship.client.serialization.loading import explain_name_error
 
 T = TypeVar("T")
 
+_NO_MODULE = (
+    "the server does not have this package: copy what you need of it into your own module, which is serialized with "
+    "the class"
+)
+
 
 class BadResult(TypeError):
     """A processor returned an invalid result; the message describes it."""
@@ -225,6 +230,8 @@ def _hint(error: BaseException, shipped_class: type | None, *, in_sandbox: bool)
     try:
         if type(error) is NameError and shipped_class is not None:
             return explain_name_error(error, shipped_class)
+        if type(error) is ModuleNotFoundError and shipped_class is not None:
+            return _NO_MODULE
         return sandbox_hint(error) if in_sandbox else None
     # Reading attributes of the exception and the class may run the author's code.
     except BaseException:  # noqa: BLE001  # boundary: author code

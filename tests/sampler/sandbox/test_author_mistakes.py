@@ -19,6 +19,11 @@ NO_GPU = (
     "there is no GPU in the sandbox: make tensors with device=logits.device, and call neither .cuda() nor .to('cuda')"
 )
 
+NO_MEMORY = (
+    "the sandbox's memory is limited by the server's sandbox_memory: make large tables once, in "
+    "prepare(self, tokenizer, vocab_size), and of a small dtype"
+)
+
 
 @pytest.mark.parametrize(
     ("body", "error", "hint"),
@@ -37,6 +42,14 @@ NO_GPU = (
             "the sandbox has no threads of its own: compute in __call__",
         ),
         ("import subprocess; subprocess.run(['ls'])", "", "the sandbox cannot start processes"),
+        ("x = torch.ones(1 << 30)", "can't allocate memory", NO_MEMORY),
+        ("x = bytearray(1 << 32)", "MemoryError", NO_MEMORY),
+        (
+            "import no_such_package",
+            "No module named 'no_such_package'",
+            "the server does not have this package: copy what you need of it into your own module, which is serialized "
+            "with the class",
+        ),
     ],
 )
 def test_refused_operation_is_explained(
