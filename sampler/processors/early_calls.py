@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -240,11 +240,12 @@ class EarlyCalls:
         """Rows whose calls have not ended."""
         return [row for call in self._open for row in call.group.rows]
 
-    def abandon(self) -> None:
-        """End all calls, because there will be no logits."""
-        self._calls.clear()
-        while self._open:
-            call = self._open.pop()
+    def abandon(self, kept: Collection[int] = ()) -> None:
+        """End calls, because there will be no logits: all but those with a row of `kept`."""
+        ended = [call for call in self._open if not any(row in kept for row in call.group.rows)]
+        self._calls = {key: call for key, call in self._calls.items() if kept and call not in ended}
+        for call in ended:
+            self._open.remove(call)
             call.run.provide(torch.zeros(len(call.group.rows), self._vocab_size))
             call.run.finish()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -179,9 +179,13 @@ class ShippedProcessors(LogitsProcessor):
         """Rows whose calls have begun, and wait for `apply`."""
         return self._early.rows
 
-    def abandon(self) -> None:
-        """End the calls of `begin`, because there will be no logits: the step has failed."""
-        self._early.abandon()
+    def abandon(self, kept: Collection[int] = ()) -> None:
+        """End the calls of `begin`, because there will be no logits: the step has failed, or their sequences ended.
+
+        Args:
+            kept: rows that will have logits. Calls with one of them go on.
+        """
+        self._early.abandon(kept)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Run every group on its own rows, in place.

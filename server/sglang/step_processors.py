@@ -272,9 +272,12 @@ class StepProcessors:
         self._edited = list(sampled)
         running = self._to_call(sampled)
         self._repeat(logits, {row: request for row, request in sampled.items() if row not in running})
-        if _with_lengths(running) != self._planned:
+        # Fewer may run than were planned: with a grammar in the batch and overlap scheduling, SGLang processes the step
+        # before this one, which may end requests, between `begin` and `apply`.
+        if self._planned and not _with_lengths(running).items() <= self._planned.items():
             self._end_begun_calls()
             running = {row: request for row, request in running.items() if request.fault is None}
+        self._shipped.abandon(kept=running.keys())
         self._planned = {}
         self._edit(logits, running)
         self._called = running
@@ -324,8 +327,10 @@ class StepProcessors:
     def _end_begun_calls(self) -> None:
         """End the calls of `begin` whose logits will not come, and their requests."""
         for row in self._shipped.begun_rows:
-            self._running[row].fail(_NOT_SAMPLED)
+            if row in self._planned:
+                self._planned[row][0].fail(_NOT_SAMPLED)
         self._shipped.abandon()
+        self._planned = {}
 
     def _repeat(self, logits: torch.Tensor, repeated: dict[int, ScheduledRequest]) -> None:
         """Let SGLang sample the same tokens again, which it had sampled and dropped when it retracted the requests."""

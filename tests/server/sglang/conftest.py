@@ -93,11 +93,14 @@ def steps(settings: SglangSettings, model: ModelView, processors: PluginProcesso
 def make_req() -> MakeReq:
     """Factory of requests with `ChecksHistory`, or with no processor if `first` is None.
 
-    One that fails gets its own class, because without a sandbox a fault fails the whole call.
+    One that fails gets its own class, because without a sandbox a fault fails the whole call. Others have one of their
+    own for each value of `own`.
     """
 
-    def make(rid: str = "r", *, prompt: int = 3, tokens: int = 8, first: int | None = 2, **params: Any) -> FakeReq:
-        source = CHECKS_HISTORY + (f"# {rid}" if params.get("fails_at") is not None else "")
+    def make(
+        rid: str = "r", *, prompt: int = 3, tokens: int = 8, first: int | None = 2, own: int = 0, **params: Any
+    ) -> FakeReq:
+        source = CHECKS_HISTORY + (f"# {rid}" if params.get("fails_at") is not None else "#" * own)
         string = json.dumps({"source": source, "class_name": "ChecksHistory"})
         custom_params = None if first is None else {"first": first, "prompt": prompt, "__req__": object(), **params}
         sampling = SimpleNamespace(

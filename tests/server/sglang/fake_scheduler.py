@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 
 from logitship.server.sglang.forward_step import ForwardStep
-from logitship.server.sglang.scheduled_request import scheduled
+from logitship.server.sglang.scheduled_request import ScheduledRequest, scheduled
 from logitship.server.sglang.step_processors import StepProcessors
 
 VOCAB_SIZE = 64
@@ -33,6 +34,8 @@ class FakeReq:
     to_finish: Any = None
     finished_reason: Any = None
     finished_len: int | None = None
+    stops_at: int | None = None
+    """Number of output tokens after which a stop string ends it, which only the scheduler finds."""
     is_retracted: bool = False
     computed: int = 0
     """Tokens that the model has read."""
@@ -60,15 +63,17 @@ class FakeReq:
             self.finished_reason = "stop"
         elif len(self.output_ids) >= self.sampling_params.max_new_tokens:
             self.finished_reason = "length"
+        elif self.stops_at is not None and len(self.output_ids) >= self.stops_at:
+            self.finished_reason = "stop"
 
 
 @dataclass(eq=False)
 class FakeSampled:
-    """A computed step: the requests of its rows, and the tokens of those whose prompt is complete."""
+    """A computed step: the requests of its rows, and the tokens of those whose prompt is complete, once sampled."""
 
     reqs: list[FakeReq]
-    tokens: torch.Tensor
     complete: list[bool]
+    tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 class FakeScheduler:
@@ -79,12 +84,14 @@ class FakeScheduler:
 
     Args:
         overlap: a step is computed before the tokens of the one before are processed.
+        delayed: its tokens are sampled after that, as with a grammar in the batch.
     """
 
-    def __init__(self, seed: int, processors: StepProcessors, *, overlap: bool) -> None:
+    def __init__(self, seed: int, processors: StepProcessors, *, overlap: bool, delayed: bool = False) -> None:
         self._random = random.Random(seed)
         self._processors = processors
         self._overlap = overlap
+        self._delayed = delayed
         self._waiting: list[FakeReq] = []
         self._running: list[FakeReq] = []
         self._results: list[FakeSampled] = []
@@ -103,10 +110,13 @@ class FakeScheduler:
         self._running = [req for req in self._running if not req.finished()]
         self._retract()
         batch = self._next_batch()
-        if batch:
-            self._results.append(self._compute(batch))
+        sample = self._compute(batch) if batch else _noop
+        if not self._delayed:
+            sample()
         while self._results and (len(self._results) > 1 or not self._overlap or not batch):
             self._process(self._results.pop(0))
+        if self._delayed:
+            sample()
 
     def _retract(self) -> None:
         if self._running and self._random.random() < 0.15:
@@ -136,7 +146,8 @@ class FakeScheduler:
             req.computed = req.length
         return decoding
 
-    def _compute(self, batch: list[FakeReq]) -> FakeSampled:
+    def _compute(self, batch: list[FakeReq]) -> Callable[[], None]:
+        """Compute the logits of a step, and return the function that samples its tokens."""
         lengths = [req.computed for req in batch]
         last = [self._last_tokens.get(req, -1) for req in batch]
         forward = SimpleNamespace(
@@ -144,23 +155,26 @@ class FakeScheduler:
             input_ids=torch.tensor(last),
             forward_mode=SimpleNamespace(is_extend=lambda: False),
         )
-        complete = [req.computed == req.length for req in batch]
-        logits = torch.full((len(batch), VOCAB_SIZE), 0.0)
-        logits[:, 5] = 1.0
+        result = FakeSampled(batch, [req.computed == req.length for req in batch])
         rows = {row: scheduled(req) for row, req in enumerate(batch) if req.custom_logit_processor}
-        if rows and not self._overlap and all(complete):
+        if rows and (self._delayed or not self._overlap) and all(result.complete):
             self._processors.begin(rows, ForwardStep(forward))
+        self._results.append(result)
+        return lambda: self._sample(result, rows, ForwardStep(forward))
+
+    def _sample(self, result: FakeSampled, rows: dict[int, ScheduledRequest], step: ForwardStep) -> None:
+        logits = torch.full((len(result.reqs), VOCAB_SIZE), 0.0)
+        logits[:, 5] = 1.0
         if rows:
-            with self._processors.sampling(ForwardStep(forward)):
+            with self._processors.sampling(step):
                 self._processors.apply(logits, rows, 1)
-        tokens = logits.argmax(-1)
+        result.tokens = logits.argmax(-1)
         if rows:
-            self._processors.sampled(tokens)
-        for req, is_complete, token in zip(batch, complete, tokens.tolist(), strict=True):
+            self._processors.sampled(result.tokens)
+        for req, is_complete, token in zip(result.reqs, result.complete, result.tokens.tolist(), strict=True):
             if is_complete:
                 req.in_flight += 1
                 self._last_tokens[req] = token
-        return FakeSampled(batch, tokens, complete)
 
     def _process(self, result: FakeSampled) -> None:
         for req, token, complete in zip(result.reqs, result.tokens.tolist(), result.complete, strict=True):
@@ -168,3 +182,7 @@ class FakeScheduler:
                 continue
             req.in_flight -= 1
             req.accept(token)
+
+
+def _noop() -> None:
+    pass

@@ -52,6 +52,28 @@ def test_histories_are_exact_in_every_schedule(
     assert not early_executor.unfinished
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_stop_between_the_begin_of_a_call_and_its_logits_ends_only_its_request(
+    seed: int, early_executor: EarlyExecutor, steps: StepProcessors, processors: PluginProcessors, make_req: MakeReq
+) -> None:
+    """With a grammar in the batch, SGLang samples a step after it has looked for stop strings in the one before."""
+    early_executor.share = 1.0
+    rng = random.Random(seed)
+    expected: dict[FakeReq, list[int]] = {}
+    for number in range(16):
+        tokens, first = rng.randint(1, 12), rng.randint(2, 40)
+        req = make_req(str(number), tokens=12, first=first, own=number % 3)
+        req.stops_at = tokens
+        expected[req] = list(range(first, first + tokens))
+    FakeScheduler(seed, steps, overlap=True, delayed=True).run(*expected)
+    assert {req.rid: req.visible for req in expected} == {req.rid: tokens for req, tokens in expected.items()}
+    assert early_executor.num_early
+    assert not early_executor.unfinished
+    with steps.sampling(None):  # type: ignore[arg-type]  # a later step releases the last ones
+        pass
+    assert processors.in_use == 0
+
+
 def test_begun_call_without_its_logits_ends_the_request(
     early_executor: EarlyExecutor, steps: StepProcessors, make_req: MakeReq
 ) -> None:
