@@ -23,7 +23,7 @@ from .scheduled_request import ScheduledRequest, scheduled
 from .served_model import served_model
 from .sglang_settings import SglangSettings
 from .step_processors import StepProcessors
-from .unsupported import check_configuration, skips_processors
+from .unsupported import check_configuration, resolved_arguments, skips_processors
 
 Function = Callable[..., Any]
 
@@ -39,11 +39,14 @@ _follows_drafts = False
 
 def make_front_end(init: Function, manager: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Add admission to a new `TokenizerManager`."""
+    arguments = resolved_arguments(server_args)
+    if arguments.enable_custom_logit_processor:
+        check_configuration(arguments)  # here too: where SGLang loads no plugins, its schedulers do not
     init(manager, server_args, *args, **kwargs)
-    if not server_args.enable_custom_logit_processor:
+    if not arguments.enable_custom_logit_processor:
         return
-    model = served_model(manager.model_config, server_args)
-    front_end = FrontEnd(SglangSettings.from_environment(), model, skips_processors=skips_processors(server_args))
+    model = served_model(manager.model_config, arguments)
+    front_end = FrontEnd(SglangSettings.from_environment(), model, skips_processors=skips_processors(arguments))
     setattr(manager, _FRONT_END, front_end)
     front_end.prepare()
 
@@ -61,22 +64,23 @@ async def admit(generate_request: Function, manager: Any, obj: Any, request: Any
 def make_steps(init: Function, scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Start the executor of the processors next to a new `Scheduler`."""
     global _begins_early, _follows_drafts, _steps
-    if server_args.enable_custom_logit_processor:
-        check_configuration(server_args)
+    arguments = resolved_arguments(server_args)
+    if arguments.enable_custom_logit_processor:
+        check_configuration(arguments)
         send_receipts()
-        if server_args.speculative_algorithm is not None:
+        if arguments.speculative_algorithm is not None:
             apply_hooks([VERIFY])
-            _follows_drafts = not skips_processors(server_args)
+            _follows_drafts = not skips_processors(arguments)
     init(scheduler, server_args, *args, **kwargs)
-    if not server_args.enable_custom_logit_processor:
+    if not arguments.enable_custom_logit_processor:
         return
     settings = SglangSettings.from_environment()
-    model = served_model(scheduler.model_config, server_args)
+    model = served_model(scheduler.model_config, arguments)
     ranks = sampling_ranks()
     processors = for_execution(settings, model, scheduler.max_running_requests, logger) if ranks.is_first else None
     _steps = StepProcessors(settings, model, processors, ranks)
     # With overlap scheduling, the last tokens are not known before the next step begins, except on a CPU.
-    _begins_early = not scheduler.enable_overlap or server_args.device == "cpu"
+    _begins_early = not scheduler.enable_overlap or arguments.device == "cpu"
     scheduling = "overlap" if scheduler.enable_overlap else "normal"
     logger.info("logitship runs custom logit processors, with %s scheduling", scheduling)
 

@@ -10,17 +10,17 @@ from logitship.server.plugins.hf_tokenizer import load_tokenizer
 from .refusal import logger
 
 
-def served_model(model_config: Any, server_args: Any) -> ModelView:
+def served_model(model_config: Any, arguments: Any) -> ModelView:
     """Return the width of the logits, the end tokens, and the Hugging Face tokenizer.
 
     Args:
         model_config: SGLang's `ModelConfig`.
-        server_args: SGLang's `ServerArgs`.
+        arguments: those of `resolved_arguments`.
     """
     tokenizer = None
-    if not server_args.skip_tokenizer_init:
-        name = server_args.tokenizer_path or server_args.model_path
-        tokenizer = load_tokenizer(name, server_args.revision, server_args.trust_remote_code, logger)
+    if not arguments.skip_tokenizer_init:
+        name = arguments.tokenizer_path or arguments.model_path
+        tokenizer = load_tokenizer(name, arguments.revision, arguments.trust_remote_code, logger)
     ends = set(model_config.hf_eos_token_id or ())
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ends.add(tokenizer.eos_token_id)

@@ -6,29 +6,49 @@ import os
 from typing import Any
 
 
-def check_configuration(server_args: Any) -> None:
+def resolved_arguments(server_args: Any) -> Any:
+    """Return a view of SGLang's arguments, with what it decided about those that it chooses or changes.
+
+    Args:
+        server_args: SGLang's `ServerArgs`, which keeps what the operator wrote.
+    """
+    from sglang.srt.arg_groups.overrides import resolving_view  # pyright: ignore[reportMissingImports]
+
+    return resolving_view(server_args)
+
+
+def check_configuration(arguments: Any) -> None:
     """Refuse to start a server that accepts processors and could not run them.
 
     Args:
-        server_args: SGLang's `ServerArgs`.
+        arguments: those of `resolved_arguments`.
 
     Raises:
         ValueError: names the argument.
     """
     reasons = {
         "--tokenizer-worker-num": (
-            server_args.tokenizer_worker_num > 1,
+            arguments.tokenizer_worker_num > 1,
             "SGLang loads no plugins in its HTTP workers, which would unpickle processors",
         ),
+        "--use-ray": (
+            arguments.use_ray,
+            "SGLang loads no plugins in its Ray actors, which would unpickle processors",
+        ),
+        "--smg-grpc-mode": (arguments.smg_grpc_mode, "requests would reach the scheduler without being checked"),
+        "--attn-cp-size": (
+            arguments.attn_cp_size > 1,
+            "several ranks would run the processors of a request, and could sample different tokens",
+        ),
         "--pp-size": (
-            server_args.pp_size > 1,
+            arguments.pp_size > 1,
             "a request that fails in the last stage would go on in the others",
         ),
         "--disaggregation-mode": (
-            server_args.disaggregation_mode != "null",
+            arguments.disaggregation_mode != "null",
             "a processor would lose its state between the prefill and the decode server",
         ),
-        "--dllm-algorithm": (server_args.dllm_algorithm is not None, "SGLang calls no processors for diffusion models"),
+        "--dllm-algorithm": (arguments.dllm_algorithm is not None, "SGLang calls no processors for diffusion models"),
         "SGLANG_RUST_SERVER": (
             os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"),
             "requests would reach the scheduler without being checked",
@@ -39,16 +59,16 @@ def check_configuration(server_args: Any) -> None:
             raise ValueError(f"logitship does not run custom logit processors with {name}: {reason}")
 
 
-def skips_processors(server_args: Any) -> bool:
+def skips_processors(arguments: Any) -> bool:
     """Return whether SGLang decodes speculatively in a way that processors cannot follow.
 
     NGRAM drafts can be followed, except with overlap scheduling, where a step begins before the verdict about the last
     drafts is known. On a CPU, SGLang turns that off by itself.
 
     Args:
-        server_args: SGLang's `ServerArgs`.
+        arguments: those of `resolved_arguments`.
     """
-    algorithm = server_args.speculative_algorithm
+    algorithm = arguments.speculative_algorithm
     if algorithm is None:
         return False
-    return algorithm != "NGRAM" or not (server_args.disable_overlap_schedule or server_args.device == "cpu")
+    return algorithm != "NGRAM" or not (arguments.disable_overlap_schedule or arguments.device == "cpu")

@@ -1,16 +1,35 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from logitship.server.sglang.hooks import make_front_end, make_steps
 from logitship.server.sglang.unsupported import check_configuration, skips_processors
 
 
 def arguments(**changed: Any) -> Any:
-    defaults = {"tokenizer_worker_num": 1, "pp_size": 1, "disaggregation_mode": "null", "dllm_algorithm": None}
+    defaults = {
+        "enable_custom_logit_processor": True,
+        "tokenizer_worker_num": 1,
+        "use_ray": False,
+        "smg_grpc_mode": False,
+        "attn_cp_size": 1,
+        "pp_size": 1,
+        "disaggregation_mode": "null",
+        "dllm_algorithm": None,
+    }
     return SimpleNamespace(**defaults | changed)
+
+
+@pytest.fixture
+def resolution(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let SGLang decide about arguments, as it does after it has read the model's configuration."""
+    module = ModuleType("sglang.srt.arg_groups.overrides")
+    module.resolving_view = lambda raw: SimpleNamespace(**{**vars(raw), **raw.decided})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def test_default_configuration_is_supported() -> None:
@@ -21,6 +40,9 @@ def test_default_configuration_is_supported() -> None:
     ("changed", "name"),
     [
         ({"tokenizer_worker_num": 2}, "--tokenizer-worker-num"),
+        ({"use_ray": True}, "--use-ray"),
+        ({"smg_grpc_mode": True}, "--smg-grpc-mode"),
+        ({"attn_cp_size": 2}, "--attn-cp-size"),
         ({"pp_size": 2}, "--pp-size"),
         ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ({"dllm_algorithm": "x"}, "--dllm-algorithm"),
@@ -35,6 +57,25 @@ def test_rust_server_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SGLANG_RUST_SERVER", "true")
     with pytest.raises(ValueError, match="SGLANG_RUST_SERVER"):
         check_configuration(arguments())
+
+
+@pytest.mark.usefixtures("resolution")
+@pytest.mark.parametrize("make", [make_front_end, make_steps])
+def test_server_with_an_unsupported_configuration_does_not_start(make: Any) -> None:
+    """Both check: SGLang may load no plugins in its schedulers. Some arguments are decided by SGLang itself."""
+    started: list[Any] = []
+    with pytest.raises(ValueError, match="--attn-cp-size"):
+        make(lambda *args: started.append(args), object(), arguments(decided={"attn_cp_size": 2}))
+    assert not started
+
+
+@pytest.mark.usefixtures("resolution")
+@pytest.mark.parametrize("make", [make_front_end, make_steps])
+def test_server_without_processors_starts_with_any_configuration(make: Any) -> None:
+    started: list[Any] = []
+    server_args = arguments(use_ray=True, enable_custom_logit_processor=False, decided={})
+    make(lambda *args: started.append(args), object(), server_args)
+    assert len(started) == 1
 
 
 @pytest.mark.parametrize(
