@@ -16,7 +16,14 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.server.plugins.plugin_processors import PluginProcessors, for_admission
 from logitship.server.requests.messages import ProcessorRequest
 
-from .generate_fields import processors_of, read_fields
+from .generate_fields import (
+    BEAM_SEARCH,
+    mark_admitted,
+    processors_of,
+    read_processors,
+    uses_beam_search,
+    with_params,
+)
 from .refusal import logger
 from .sglang_settings import SglangSettings
 
@@ -68,9 +75,21 @@ class FrontEnd:
             raise ValueError(SglangPlugin(speculates=self._skips_processors).to_message())
         if self._skips_processors:
             raise ValueError(_SPECULATION)
-        requested = [read_fields(string, params, self._settings.max_processor_size) for string, params in pairs]
-        self._check_key([each for some in requested for each in some], http_request)
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._load, requested)
+        if uses_beam_search(generate):
+            raise ValueError(BEAM_SEARCH)
+        # In a thread: a request may have thousands of prompts, each with parameters of its own.
+        await asyncio.get_running_loop().run_in_executor(self._threads, self._check, pairs, http_request)
+        mark_admitted(generate)
+
+    def _check(self, pairs: Sequence[tuple[str, Any]], http_request: Any) -> None:
+        """Parse the processors, and load them."""
+        strings = dict.fromkeys(string for string, _ in pairs)
+        parsed = {string: read_processors(string, self._settings.max_processor_size) for string in strings}
+        self._check_key([each for some in parsed.values() for each in some], http_request)
+        requested = [with_params(parsed[string], params) for string, params in pairs]
+        processors = self._prepared()
+        for each in requested:
+            processors.release(processors.load(each, "admission"))
 
     def _check_key(self, requested: Sequence[ProcessorRequest], http_request: Any) -> None:
         keys = self._settings.shipping_api_key
@@ -86,11 +105,6 @@ class FrontEnd:
                 "custom_logit_processor: this key may generate, but not ship processors: send a key of "
                 f"{self._settings.prefix}SHIPPING_API_KEY as '{SHIPPING_KEY_HEADER}', or name a built-in processor"
             )
-
-    def _load(self, requested: Sequence[Sequence[ProcessorRequest]]) -> None:
-        processors = self._prepared()
-        for each in requested:
-            processors.release(processors.load(each, "admission"))
 
     def _prepared(self) -> PluginProcessors:
         with self._lock:

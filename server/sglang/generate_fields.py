@@ -7,6 +7,7 @@ text of a list of `{"processor": …, "params": …}`, the processors of a reque
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -26,6 +27,7 @@ FIELD = "custom_logit_processor"
 PARAMS = "custom_params"
 MAX_PROCESSORS = 64
 """Most processors of a request."""
+BEAM_SEARCH = f"{FIELD}: SGLang does not call processors in a beam search; leave out beam_width or the processor"
 
 
 def processors_of(generate: Any) -> list[tuple[str, Any]]:
@@ -33,12 +35,12 @@ def processors_of(generate: Any) -> list[tuple[str, Any]]:
 
     Args:
         generate: SGLang's `GenerateReqInput`, normalized or not: it may hold several prompts.
+
+    Raises:
+        ValueError: one is not a string.
     """
-    found: list[tuple[str, Any]] = []
-    for pair in _pairs(getattr(generate, FIELD, None), generate.sampling_params):
-        if pair not in found:
-            found.append(pair)
-    return found
+    pairs = _pairs(getattr(generate, FIELD, None), generate.sampling_params)
+    return list({(string, _text(params)): (string, params) for string, params in pairs}.values())
 
 
 def _pairs(strings: Any, sampling_params: Any) -> Iterator[tuple[str, Any]]:
@@ -46,6 +48,8 @@ def _pairs(strings: Any, sampling_params: Any) -> Iterator[tuple[str, Any]]:
     for index, string in enumerate(strings if several else [strings]):
         if not string:
             continue
+        if not isinstance(string, str):
+            raise ValueError(f"{FIELD}: must be a string, or a list of strings and null")
         if not isinstance(sampling_params, list):
             yield string, _custom_params(sampling_params)
         elif several:
@@ -54,8 +58,27 @@ def _pairs(strings: Any, sampling_params: Any) -> Iterator[tuple[str, Any]]:
             yield from ((string, _custom_params(each)) for each in sampling_params)
 
 
+def _text(params: Any) -> bytes | int:
+    """Return a key that is the same for equal parameters, if they are JSON, as those of HTTP requests are."""
+    try:
+        return orjson.dumps(params, option=orjson.OPT_SORT_KEYS)
+    except TypeError:
+        return id(params)
+
+
 def _custom_params(sampling_params: Any) -> Any:
     return sampling_params.get(PARAMS) if isinstance(sampling_params, Mapping) else None
+
+
+def uses_beam_search(generate: Any) -> bool:
+    """Return whether a request searches with beams, of which SGLang passes none through its processors.
+
+    Args:
+        generate: SGLang's `GenerateReqInput`, normalized or not.
+    """
+    params = generate.sampling_params if isinstance(generate.sampling_params, list) else [generate.sampling_params]
+    widths = [each.get("beam_width") for each in params if isinstance(each, Mapping)]
+    return any(isinstance(width, int) and width > 1 for width in widths)
 
 
 def read_fields(string: Any, params: Any, max_processor_size: int) -> tuple[ProcessorRequest, ...]:
@@ -69,28 +92,72 @@ def read_fields(string: Any, params: Any, max_processor_size: int) -> tuple[Proc
     Raises:
         ValueError: one of the two is malformed; names it.
     """
-    if params is not None and not isinstance(params, Mapping):
-        raise ValueError(f"{PARAMS}: must be an object")
-    if params is not None and RESERVED_KEY in params:
-        raise ValueError(f"{PARAMS}: the key {RESERVED_KEY!r} is the server's own")
+    return with_params(read_processors(string, max_processor_size), params)
+
+
+def read_processors(string: Any, max_processor_size: int) -> tuple[ProcessorRequest, ...]:
+    """Parse `custom_logit_processor` without the request's `custom_params`, see `read_fields`."""
     attached: Sequence[AttachedProcessor]
     try:
         if isinstance(string, str) and string.lstrip().startswith("["):
             attached = read_entries(
-                _list(string, max_processor_size), PROCESSORS, max_processor_size=max_processor_size, params=params
+                _list(string, max_processor_size), PROCESSORS, max_processor_size=max_processor_size
             )
         else:
-            attached = [read_processor(string, params, FIELD, max_processor_size=max_processor_size)]
+            attached = [read_processor(string, None, FIELD, max_processor_size=max_processor_size)]
     except RequestRefused as refused:
         raise ValueError(refused.message) from None
     return tuple(check_form(each, "SGLang") for each in attached)
 
 
+def with_params(processors: Sequence[ProcessorRequest], params: Any) -> tuple[ProcessorRequest, ...]:
+    """Return the processors of a request, with its `custom_params` for those without parameters of their own.
+
+    Raises:
+        ValueError: they are malformed.
+    """
+    if params is not None and not isinstance(params, Mapping):
+        raise ValueError(f"{PARAMS}: must be an object")
+    if params is not None and RESERVED_KEY in params:
+        raise ValueError(f"{PARAMS}: the key {RESERVED_KEY!r} is the server's own")
+    return tuple(each if each.own else replace(each, params=params) for each in processors)
+
+
+ADMITTED = "logitship:"
+"""Start of a processor string that the front end has admitted.
+
+It makes the string one that no process of SGLang can unpickle, whether the plugin is there or not: it is not JSON.
+"""
+
+
+def mark_admitted(generate: Any) -> None:
+    """Mark the processor strings of a request, once it is admitted, for SGLang's scheduler.
+
+    Args:
+        generate: SGLang's `GenerateReqInput`, normalized or not.
+    """
+    strings = getattr(generate, FIELD)
+    several = isinstance(strings, list)
+    marked = [f"{ADMITTED}{string}" if string else string for string in (strings if several else [strings])]
+    setattr(generate, FIELD, marked if several else marked[0])
+
+
+def admitted_string(string: str) -> str:
+    """Return a processor string without its mark.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not string.startswith(ADMITTED):
+        raise ValueError(f"{FIELD}: the request has not been checked by logitship in SGLang's front end")
+    return string[len(ADMITTED) :]
+
+
 def only_forbids(string: str) -> bool:
-    """Return whether a processor string is that of SGLang's or logitship's built-in that only forbids tokens."""
+    """Return whether an admitted string is that of SGLang's or logitship's built-in that only forbids tokens."""
     try:
-        parsed = parse(string)
-    except ProcessorLoadError:
+        parsed = parse(admitted_string(string))
+    except (ValueError, ProcessorLoadError):
         return False
     if isinstance(parsed, PickledProcessor):
         return installed_by_reference(parsed.payload) is DisallowedTokensLogitsProcessor
@@ -115,18 +182,15 @@ _ALL_TOKENS = 1 << 30
 
 
 def sampling_params_of(params: Any, uses: Sequence[ProcessorUse], eos_token_ids: frozenset[int]) -> SamplingParams:
-    """Return the sampling parameters of a request as its processors see them.
+    """Return the sampling parameters of a request as its processors see them, whatever values SGLang accepts.
 
     Args:
         params: SGLang's `SamplingParams`, normalized.
         uses: the request's processors.
         eos_token_ids: the model's end tokens.
-
-    Raises:
-        ValueError: SGLang accepts a value that logitship does not; names it.
     """
     stop, patterns = params.stop_strs or (), params.stop_regex_strs or ()
-    return SamplingParams(
+    return SamplingParams().with_checked(
         temperature=params.temperature,
         top_p=params.top_p,
         top_k=-1 if params.top_k >= _ALL_TOKENS else params.top_k,
@@ -137,9 +201,9 @@ def sampling_params_of(params: Any, uses: Sequence[ProcessorUse], eos_token_ids:
         seed=params.sampling_seed,
         max_tokens=params.max_new_tokens,
         min_tokens=params.min_new_tokens,
-        stop=[stop] if isinstance(stop, str) else list(stop),
-        stop_regex=[patterns] if isinstance(patterns, str) else list(patterns),
-        stop_token_ids=params.stop_token_ids or (),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_regex=(patterns,) if isinstance(patterns, str) else tuple(patterns),
+        stop_token_ids=frozenset(params.stop_token_ids or ()),
         eos_token_ids=eos_token_ids,
         ignore_eos=params.ignore_eos,
         include_stop_str_in_output=params.no_stop_trim,

@@ -35,7 +35,7 @@ from logitship.server.plugins.plugin_processors import PluginProcessors
 from .draft_tree import DraftTree
 from .finish_abort import abort, abort_message
 from .forward_step import ForwardStep
-from .generate_fields import PARAMS, read_fields, sampling_params_of
+from .generate_fields import BEAM_SEARCH, admitted_string, read_fields, sampling_params_of
 from .refusal import logger
 from .sampling_ranks import EndedRows, SamplingRanks
 from .scheduled_request import ScheduledRequest, has_ended
@@ -347,13 +347,15 @@ class StepProcessors:
         if isinstance(custom_params, dict):
             custom_params = {key: value for key, value in custom_params.items() if key != "__req__"}
         try:
-            requested = read_fields(req.custom_logit_processor, custom_params, self._max_size)
+            if getattr(req, "beam_group", None) is not None:
+                raise ValueError(BEAM_SEARCH)
+            requested = read_fields(admitted_string(req.custom_logit_processor), custom_params, self._max_size)
             request.uses = self._processors.load(requested, request.rid)
             self._requests.append(request)
             request.params = sampling_params_of(req.sampling_params, request.uses, self._model.eos_token_ids)
             self._kept.update(request.uses)
         except ValueError as error:
-            request.fail(f"{PARAMS}: {error}" if request.uses else str(error))
+            request.fail(str(error))
         except Exception:  # noqa: BLE001  # boundary: SGLang
             logger.exception("the processors of request %s cannot be loaded", request.rid)
             request.fail(INTERNAL_ERROR)

@@ -13,6 +13,7 @@ import pytest
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.plugins.plugin_processors import PluginProcessors, for_execution
+from logitship.server.sglang.generate_fields import ADMITTED
 from logitship.server.sglang.sampling_ranks import SamplingRanks
 from logitship.server.sglang.sglang_settings import SglangSettings
 from logitship.server.sglang.step_processors import StepProcessors
@@ -101,7 +102,7 @@ def make_req() -> MakeReq:
         rid: str = "r", *, prompt: int = 3, tokens: int = 8, first: int | None = 2, own: int = 0, **params: Any
     ) -> FakeReq:
         source = CHECKS_HISTORY + (f"# {rid}" if params.get("fails_at") is not None else "#" * own)
-        string = json.dumps({"source": source, "class_name": "ChecksHistory"})
+        string = ADMITTED + json.dumps({"source": source, "class_name": "ChecksHistory"})
         custom_params = None if first is None else {"first": first, "prompt": prompt, "__req__": object(), **params}
         sampling = SimpleNamespace(
             temperature=1.0,

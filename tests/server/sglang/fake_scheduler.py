@@ -37,6 +37,7 @@ class FakeReq:
     stops_at: int | None = None
     """Number of output tokens after which a stop string ends it, which only the scheduler finds."""
     is_retracted: bool = False
+    beam_group: Any = None
     computed: int = 0
     """Tokens that the model has read."""
     in_flight: int = 0

@@ -15,6 +15,7 @@ import torch
 from logitship.server.plugins.plugin_processors import PluginProcessors
 from logitship.server.sglang.draft_tree import DraftTree
 from logitship.server.sglang.forward_step import ForwardStep
+from logitship.server.sglang.generate_fields import ADMITTED
 from logitship.server.sglang.scheduled_request import find_scheduled, scheduled
 from logitship.server.sglang.step_processors import StepProcessors
 
@@ -189,7 +190,7 @@ def test_histories_are_exact_behind_accepted_drafts(
 
 def test_error_behind_a_rejected_draft_does_not_count(steps: StepProcessors, make_req: MakeReq) -> None:
     req = make_req(tokens=6)
-    req.custom_logit_processor = json.dumps({"source": NOTES_TOKENS, "class_name": "NotesTokens"})
+    req.custom_logit_processor = ADMITTED + json.dumps({"source": NOTES_TOKENS, "class_name": "NotesTokens"})
     FakeVerifier(steps, chain(9)).run(req)
     assert req.visible == [CHOICE] * 6
     assert req.finished_reason == "length"
@@ -201,7 +202,7 @@ def test_state_that_cannot_be_copied(
 ) -> None:
     """The request ends if the draft token is accepted, after that token."""
     req = make_req(tokens=6)
-    req.custom_logit_processor = json.dumps({"source": UNCOPYABLE, "class_name": "Uncopyable"})
+    req.custom_logit_processor = ADMITTED + json.dumps({"source": UNCOPYABLE, "class_name": "Uncopyable"})
     FakeVerifier(steps, chain(draft), seed=1).run(req)
     assert req.visible == [CHOICE] * num_tokens
     assert (req.finished_reason == "length") == (draft != CHOICE)

@@ -11,6 +11,7 @@ import pytest
 from logitship.client.http.sglang_handshake import PROBE, PROBE_BODY, SglangPlugin
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.sglang.front_end import FrontEnd
+from logitship.server.sglang.generate_fields import ADMITTED, read_processors
 from logitship.server.sglang.sglang_settings import SglangSettings
 
 from .conftest import CHECKS_HISTORY
@@ -47,6 +48,42 @@ def test_valid_processors_are_admitted(front_end: FrontEnd) -> None:
     asyncio.run(front_end.admit(generate(SOURCE), None))
     asyncio.run(front_end.admit(generate(FORBIDS, token_ids=[1]), None))
     assert front_end._prepared().in_use == 0
+
+
+def test_admitted_strings_are_marked(front_end: FrontEnd) -> None:
+    """A process of SGLang without the plugin could not unpickle them."""
+    request = generate(FORBIDS, token_ids=[1])
+    asyncio.run(front_end.admit(request, None))
+    assert request.custom_logit_processor == ADMITTED + FORBIDS
+    refused = generate(FORBIDS)
+    with pytest.raises(ValueError, match="parameters of disallowed_tokens"):
+        asyncio.run(front_end.admit(refused, None))
+    assert refused.custom_logit_processor == FORBIDS
+
+
+def test_each_string_is_parsed_once(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of a few kilobytes may use a large one with thousands of parameters."""
+    parsed: list[str] = []
+
+    def read(string: str, max_size: int) -> Any:
+        parsed.append(string)
+        return read_processors(string, max_size)
+
+    monkeypatch.setattr("logitship.server.sglang.front_end.read_processors", read)
+    params = [{"custom_params": {"token_ids": [number]}} for number in range(60)]
+    asyncio.run(front_end.admit(SimpleNamespace(custom_logit_processor=FORBIDS, sampling_params=params), None))
+    assert parsed == [FORBIDS]
+    params[7] = {"custom_params": {"token_ids": "x"}}
+    with pytest.raises(ValueError, match="parameters of disallowed_tokens"):
+        asyncio.run(front_end.admit(SimpleNamespace(custom_logit_processor=FORBIDS, sampling_params=params), None))
+
+
+def test_beam_search_is_refused(front_end: FrontEnd) -> None:
+    """SGLang would ignore the processor."""
+    request = generate(FORBIDS, token_ids=[1])
+    request.sampling_params["beam_width"] = 2
+    with pytest.raises(ValueError, match="does not call processors in a beam search"):
+        asyncio.run(front_end.admit(request, None))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +12,15 @@ from logitship import CustomLogitProcessor
 from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
 from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.server.sglang.generate_fields import (
+    ADMITTED,
     MAX_PROCESSORS,
+    admitted_string,
+    mark_admitted,
     only_forbids,
     processors_of,
     read_fields,
     sampling_params_of,
+    uses_beam_search,
 )
 
 from .conftest import MakeReq
@@ -46,6 +51,57 @@ def generate(string: Any, sampling_params: Any = None) -> Any:
 )
 def test_processors_of_a_request(string: Any, sampling_params: Any, expected: list[tuple[str, Any]]) -> None:
     assert processors_of(generate(string, sampling_params)) == expected
+
+
+def test_processor_that_is_no_string_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be a string"):
+        processors_of(generate([None, {"name": "disallowed_tokens"}]))
+
+
+def test_many_params_are_compared_in_linear_time() -> None:
+    """This runs in SGLang's event loop."""
+    params = [{"custom_params": {"a": number, "b": [number % 2]}} for number in range(20000)]
+    began = time.process_time()
+    assert len(processors_of(generate("x", params + params[:10]))) == 20000
+    assert time.process_time() - began < 2
+
+
+def test_params_that_are_not_json_are_compared_by_identity() -> None:
+    """Those of SGLang's `Engine` may be any objects."""
+    both = {"a": object()}
+    params = [{"custom_params": both}, {"custom_params": both}, {"custom_params": dict(both)}]
+    assert processors_of(generate("x", params)) == [("x", both), ("x", both)]
+
+
+@pytest.mark.parametrize(
+    ("sampling_params", "expected"),
+    [
+        (None, False),
+        ({}, False),
+        ({"beam_width": None}, False),
+        ({"beam_width": 1}, False),
+        ({"beam_width": 2}, True),
+        ([{}, {"beam_width": 4}], True),
+    ],
+)
+def test_beam_search_is_found(sampling_params: Any, expected: bool) -> None:
+    assert uses_beam_search(generate("x", sampling_params)) is expected
+
+
+@pytest.mark.parametrize("strings", ["x", ["x", None, "", "y"]])
+def test_admitted_strings_are_no_json(strings: Any) -> None:
+    request = generate(strings)
+    mark_admitted(request)
+    marked = request.custom_logit_processor
+    for before, after in zip(strings, marked, strict=True) if isinstance(strings, list) else [(strings, marked)]:
+        if not before:
+            assert after == before
+            continue
+        with pytest.raises(json.JSONDecodeError):
+            json.loads(after)
+        assert admitted_string(after) == before
+    with pytest.raises(ValueError, match="has not been checked"):
+        admitted_string("x")
 
 
 def test_one_processor_has_the_params_of_the_request() -> None:
@@ -93,11 +149,12 @@ class Other(CustomLogitProcessor):
 @pytest.mark.parametrize(
     ("string", "expected"),
     [
-        (FORBIDS, True),
-        (DisallowedTokensLogitsProcessor.to_str(), True),
-        (Other.to_str(), False),
-        (json.dumps({"name": "min_tokens"}), False),
-        ("nonsense", False),
+        (ADMITTED + FORBIDS, True),
+        (ADMITTED + DisallowedTokensLogitsProcessor.to_str(), True),
+        (ADMITTED + Other.to_str(), False),
+        (ADMITTED + json.dumps({"name": "min_tokens"}), False),
+        (ADMITTED + "nonsense", False),
+        (FORBIDS, False),
     ],
 )
 def test_which_processors_only_forbid(string: str, expected: bool) -> None:
@@ -116,3 +173,13 @@ def test_sampling_params(make_req: MakeReq) -> None:
     assert converted.logit_bias == {3: 1.5}
     assert converted.stop_token_ids == {4}
     assert converted.eos_token_ids == {1}
+
+
+def test_sampling_params_that_only_sglang_accepts(make_req: MakeReq) -> None:
+    """Processors see them; a request does not end for them."""
+    params = make_req().sampling_params
+    params.repetition_penalty, params.stop_strs, params.logit_bias = 0.001, [""], {"3": 1e300}
+    converted = sampling_params_of(params, (), frozenset())
+    assert converted.repetition_penalty == 0.001
+    assert converted.stop == ("",)
+    assert converted.logit_bias == {3: 1e300}

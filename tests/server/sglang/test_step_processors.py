@@ -10,6 +10,7 @@ import torch
 
 from logitship.server.plugins.plugin_processors import PluginProcessors
 from logitship.server.sglang.forward_step import ForwardStep
+from logitship.server.sglang.generate_fields import ADMITTED
 from logitship.server.sglang.scheduled_request import find_scheduled, scheduled
 from logitship.server.sglang.step_processors import StepProcessors
 
@@ -136,10 +137,32 @@ def test_receipt_counts_the_calls(steps: StepProcessors, make_req: MakeReq) -> N
 def test_invalid_processor_ends_its_request(steps: StepProcessors, make_req: MakeReq) -> None:
     """A front end that does not check requests does not stop the scheduler."""
     req = make_req()
-    req.custom_logit_processor = "nonsense"
+    req.custom_logit_processor = ADMITTED + "nonsense"
     FakeScheduler(0, steps, overlap=False).run(req)
     assert req.visible == []
     assert "is not JSON" in req.finished_reason.message
+
+
+def test_request_that_did_not_pass_the_front_end_ends(
+    steps: StepProcessors, processors: PluginProcessors, make_req: MakeReq
+) -> None:
+    """Such as one of a gRPC server that sends requests to SGLang's scheduler itself."""
+    req = make_req()
+    assert req.custom_logit_processor is not None
+    req.custom_logit_processor = req.custom_logit_processor.removeprefix(ADMITTED)
+    FakeScheduler(0, steps, overlap=False).run(req)
+    assert req.visible == []
+    assert "has not been checked" in req.finished_reason.message
+    assert processors.in_use == 0
+
+
+def test_beam_search_ends_its_request(steps: StepProcessors, make_req: MakeReq) -> None:
+    """SGLang selects beams from logits that no processor has seen. Its operator may have set `beam_width`."""
+    req = make_req()
+    req.beam_group = object()
+    FakeScheduler(0, steps, overlap=False).run(req)
+    assert req.visible == []
+    assert "does not call processors in a beam search" in req.finished_reason.message
 
 
 def test_drafts_end_the_request(steps: StepProcessors, make_req: MakeReq) -> None:
