@@ -104,7 +104,10 @@ def keep_requests(from_schedule_batch: Function, cls: Any, batch: Any, vocab_siz
 
 def sample(sample: Function, runner: Any, logits_output: Any, forward_batch: Any) -> Any:
     """Let the processors know the step that is sampled."""
-    if _steps is None or not forward_batch.sampling_info.has_custom_logit_processor:
+    if _steps is None:
+        return sample(runner, logits_output, forward_batch)
+    if not forward_batch.sampling_info.has_custom_logit_processor:
+        _steps.drop_finished()
         return sample(runner, logits_output, forward_batch)
     with _steps.sampling(ForwardStep(forward_batch)):
         token_ids = sample(runner, logits_output, forward_batch)

@@ -21,7 +21,7 @@ Guarantees:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -62,6 +62,7 @@ class StepProcessors:
     ) -> None:
         self._ranks = ranks
         self._max_size = settings.max_processor_size
+        self._runs_code_here = settings.processor_isolation == "none"
         self._model = model
         self._processors = processors
         self._kept: set[ProcessorUse] = set()
@@ -90,27 +91,30 @@ class StepProcessors:
         """
         if not self._ranks.is_first:
             return
-        try:
+        with self._or_fail(rows.values()):
             self._end_begun_calls()
             self._drop_finished()
             running = self._to_call(self._sampled_rows(rows, step))
             self._shipped.update_state(self._difference(running))
             self._planned = _with_lengths(running)
             self._shipped.begin()
-        except Exception:  # noqa: BLE001  # boundary: SGLang
-            logger.exception("logitship failed before a step: all requests with processors end")
-            self._fail_all(rows.values(), INTERNAL_ERROR)
 
     @contextmanager
     def sampling(self, step: ForwardStep) -> Iterator[None]:
         """Let `apply` know the step that it belongs to."""
-        if self._requests and not self._shipped.begun_rows:
-            self._drop_finished()
+        if not self._shipped.begun_rows:
+            self.drop_finished()
         self._step, self._called = step, {}
         try:
             yield
         finally:
             self._step = None
+
+    def drop_finished(self) -> None:
+        """Release the processors of requests that SGLang has finished or dropped. Optional, in a step without any."""
+        if self._requests:
+            with self._or_fail(self._requests):
+                self._drop_finished()
 
     def sampled(self, token_ids: torch.Tensor) -> None:
         """Take the tokens that SGLang sampled in this step."""
@@ -127,7 +131,11 @@ class StepProcessors:
         """
         self._edited = []
         if self._ranks.is_first:
-            self._run_or_fail(logits, rows, tokens_per_row)
+            with self._or_fail(rows.values()):
+                if self._step is None or tokens_per_row != 1:
+                    self._fail_all(rows.values(), _NO_DRAFTS)
+                else:
+                    self._run(logits, rows, self._step)
         for row, (message, num_output_tokens) in self._ranks.share(logits, self._edited, _ended(rows)).items():
             _end(rows[row], message, num_output_tokens)
 
@@ -143,14 +151,11 @@ class StepProcessors:
         """
         self._edited, self._behind_drafts = [], {}
         if self._ranks.is_first:
-            try:
+            with self._or_fail(rows.values()):
                 if trees is None:
                     self._fail_all(rows.values(), _NO_DRAFTS)
                 else:
                     self._run_trees(logits, rows, trees)
-            except Exception:  # noqa: BLE001  # boundary: SGLang
-                logger.exception("logitship failed in a step: all requests with processors end")
-                self._fail_all(rows.values(), INTERNAL_ERROR)
         self._ranks.share(logits, self._edited, {})
 
     def _run_trees(self, logits: torch.Tensor, rows: dict[int, ScheduledRequest], trees: Sequence[DraftTree]) -> None:
@@ -226,11 +231,8 @@ class StepProcessors:
                 first is that of the last output token. -1: none.
         """
         if self._ranks.is_first:
-            try:
+            with self._or_fail(rows.values()):
                 self._accept(rows, accepted)
-            except Exception:  # noqa: BLE001  # boundary: SGLang
-                logger.exception("logitship failed after a step: all requests with processors end")
-                self._fail_all(rows.values(), INTERNAL_ERROR)
         for row, (message, num_output_tokens) in self._ranks.share(logits, [], _ended(rows)).items():
             _end(rows[row], message, num_output_tokens)
 
@@ -257,15 +259,15 @@ class StepProcessors:
             use.drop_fork()
         self._shipped.update_state(self._difference({}))
 
-    def _run_or_fail(self, logits: torch.Tensor, rows: dict[int, ScheduledRequest], tokens_per_row: int) -> None:
+    @contextmanager
+    def _or_fail(self, requests: Iterable[ScheduledRequest]) -> Iterator[None]:
+        """Run a part of a step on the first rank. An error of the plugin ends the requests, and is not raised."""
         try:
-            if self._step is None or tokens_per_row != 1:
-                self._fail_all(rows.values(), _NO_DRAFTS)
-            else:
-                self._run(logits, rows, self._step)
+            with self._ranks.own_random_numbers() if self._runs_code_here else nullcontext():
+                yield
         except Exception:  # noqa: BLE001  # boundary: SGLang
             logger.exception("logitship failed in a step: all requests with processors end")
-            self._fail_all(rows.values(), INTERNAL_ERROR)
+            self._fail_all(list(requests), INTERNAL_ERROR)
 
     def _run(self, logits: torch.Tensor, rows: dict[int, ScheduledRequest], step: ForwardStep) -> None:
         sampled = self._sampled_rows(rows, step)

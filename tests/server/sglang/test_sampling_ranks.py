@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.plugins.plugin_processors import PluginProcessors
-from logitship.server.sglang.sampling_ranks import SamplingRanks
+from logitship.server.sglang import sampling_ranks
+from logitship.server.sglang.generate_fields import ADMITTED
+from logitship.server.sglang.sampling_ranks import SamplingRanks, check_ranks
 from logitship.server.sglang.sglang_settings import SglangSettings
 from logitship.server.sglang.step_processors import StepProcessors
 
@@ -39,6 +44,88 @@ class FakeGroup:
     def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
         received: torch.Tensor = self.broadcast_object(tensor, src)
         return received.clone()
+
+
+class LonelyGroup:
+    """Fake of the `GroupCoordinator` of the first of two ranks, whose broadcasts nobody receives."""
+
+    world_size = 2
+    rank_in_group = 0
+
+    def broadcast_object(self, obj: Any, src: int) -> Any:
+        return obj
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> torch.Tensor:
+        return tensor
+
+
+RANDOM = ADMITTED + json.dumps(
+    {
+        "class_name": "Random",
+        "source": """
+import torch
+from logitship import CustomLogitProcessor
+
+torch.rand(1)
+
+class Random(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        return logits + torch.rand(logits.shape)
+""",
+    }
+)
+
+
+def test_random_processor_leaves_the_tokens_of_other_requests_alone(
+    settings: SglangSettings, model: ModelView, processors: PluginProcessors, make_req: MakeReq
+) -> None:
+    """The ranks sample from generators in the same state. One that drew more numbers would sample other tokens."""
+    req = make_req()
+    req.custom_logit_processor = RANDOM
+    before = torch.random.get_rng_state()
+    steps = StepProcessors(settings, model, processors, SamplingRanks(LonelyGroup()))
+    FakeScheduler(0, steps, overlap=False).run(req)
+    assert req.finished_reason == "length"
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def meet(versions: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Let ranks with these versions meet, of which the last never comes if it has none. Return their errors."""
+    store = torch.distributed.HashStore()
+    local = threading.local()
+    monkeypatch.setattr(sampling_ranks, "version", lambda name: local.version)
+    errors: list[str] = []
+
+    def start(rank: int) -> None:
+        local.version = versions[rank]
+        try:
+            check_ranks(store, rank, len(versions), timedelta(seconds=30 if all(versions) else 0.2))
+        except ValueError as error:
+            errors.append(str(error))
+
+    threads = [threading.Thread(target=start, args=[rank]) for rank, each in enumerate(versions) if each]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return errors
+
+
+def test_ranks_that_all_run_the_plugin_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert meet(["1.0", "1.0", "1.0"], monkeypatch) == []
+
+
+def test_no_rank_starts_without_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank without the plugin would unpickle processors, and would not call `share`."""
+    errors = meet(["1.0", "1.0", ""], monkeypatch)
+    assert len(errors) == 2
+    assert all("does not run in ranks [2]" in error for error in errors)
+
+
+def test_no_rank_starts_with_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = sorted(meet(["1.0", "1.1"], monkeypatch))
+    assert "is 1.0 in rank 0, and 1.1 in rank 1" in errors[0]
+    assert "is 1.1 in rank 1, and 1.0 in rank 0" in errors[1]
 
 
 def test_ranks_agree(

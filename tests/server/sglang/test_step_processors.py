@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from logitship.server.plugins.plugin_processors import PluginProcessors
+from logitship.server.sglang import hooks
 from logitship.server.sglang.forward_step import ForwardStep
 from logitship.server.sglang.generate_fields import ADMITTED
 from logitship.server.sglang.scheduled_request import find_scheduled, scheduled
@@ -163,6 +164,28 @@ def test_beam_search_ends_its_request(steps: StepProcessors, make_req: MakeReq) 
     FakeScheduler(0, steps, overlap=False).run(req)
     assert req.visible == []
     assert "does not call processors in a beam search" in req.finished_reason.message
+
+
+def test_steps_without_processors_release_those_of_finished_requests(
+    steps: StepProcessors, processors: PluginProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    FakeScheduler(0, steps, overlap=False).run(make_req())
+    assert processors.in_use == 1
+    monkeypatch.setattr(hooks, "_steps", steps)
+    plain = SimpleNamespace(sampling_info=SimpleNamespace(has_custom_logit_processor=False))
+    assert hooks.sample(lambda *args: "tokens", object(), object(), plain) == "tokens"
+    assert processors.in_use == 0
+    assert not steps.are_used
+
+
+def test_error_of_the_plugin_between_steps_is_not_raised(
+    steps: StepProcessors, processors: PluginProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's scheduler would end."""
+    FakeScheduler(0, steps, overlap=False).run(make_req())
+    monkeypatch.setattr(processors, "release", None)
+    with steps.sampling(None):  # type: ignore[arg-type]
+        pass
 
 
 def test_drafts_end_the_request(steps: StepProcessors, make_req: MakeReq) -> None:
