@@ -18,7 +18,7 @@ from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
 from logitship.builtin_processors.trees.token_tree_format import TreeFormatError, load_tree
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.serialization.processor_string import RegisteredProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
 from logitship.sampler.processors.executor import DisabledExecutor, ExecutorUnavailable, ProcessorExecutor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
@@ -91,6 +91,21 @@ class PluginProcessors:
             self.release(uses)
             raise
         return tuple(uses)
+
+    def are_loaded(self, requested: Sequence[ProcessorRequest]) -> bool:
+        """Return whether `load` loads no class, and so takes no time. True if it raises at once."""
+        for request in requested:
+            try:
+                found = self._loader.find(request.string, tenant="")
+                if isinstance(found, InstalledProcessor):
+                    continue
+                ready = self._loader.cache.acquire_ready(found)
+            except (ProcessorLoadError, ProcessorNotAllowed):
+                continue
+            if ready is None:
+                return False
+            self._loader.cache.release(ready)
+        return True
 
     def release(self, uses: Iterable[ProcessorUse]) -> None:
         """Give back the processors that `load` returned."""

@@ -20,6 +20,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -44,7 +45,12 @@ from .sglang_settings import SglangSettings
 _NOT_SAMPLED = "SGLang did not sample the token that its processors were called for"
 _NOT_CALLED = "SGLang accepted a draft token behind which no processor was called"
 _NO_DRAFTS = "its processors cannot run in this step, in which SGLang verifies drafts"
+_NOT_LOADED = "its class was not loaded: those of other requests took too long in the same step; try again"
 INTERNAL_ERROR = "the server had an internal error; its log has the details"
+
+LONGEST_LOADING = 30.0
+"""Seconds of a step after which it loads no more classes. Each may take `SANDBOX_LOAD_TIMEOUT`, and all requests wait;
+SGLang ends itself if a step takes 300 s."""
 
 
 class StepProcessors:
@@ -312,10 +318,11 @@ class StepProcessors:
                 found[row] = request, req, length
         late = [row for row, (request, req, length) in found.items() if length > len(req.output_ids)]
         last_tokens = dict(zip(late, step.last_tokens(late), strict=True)) if late else {}
+        until = time.monotonic() + LONGEST_LOADING
         for row, (request, req, length) in found.items():
             request.take_new_tokens(req.output_ids, length, last_tokens.get(row, -1))
             if request.fault is None and request.uses is None:
-                self._load(request, req)
+                self._load(request, req, until)
         return {
             row: request
             for row, (request, req, _) in found.items()
@@ -343,7 +350,8 @@ class StepProcessors:
             logits[row] = -torch.inf
             logits[row, token] = 0.0
 
-    def _load(self, request: ScheduledRequest, req: Any) -> None:
+    def _load(self, request: ScheduledRequest, req: Any, until: float) -> None:
+        """Load the processors of a request, unless that takes time and the step has loaded for long enough."""
         assert self._processors is not None
         custom_params = req.sampling_params.custom_params
         if isinstance(custom_params, dict):
@@ -352,6 +360,8 @@ class StepProcessors:
             if getattr(req, "beam_group", None) is not None:
                 raise ValueError(BEAM_SEARCH)
             requested = read_fields(admitted_string(req.custom_logit_processor), custom_params, self._max_size)
+            if time.monotonic() >= until and not self._processors.are_loaded(requested):
+                raise ValueError(_NOT_LOADED)
             request.uses = self._processors.load(requested, request.rid)
             self._requests.append(request)
             request.params = sampling_params_of(req.sampling_params, request.uses, self._model.eos_token_ids)

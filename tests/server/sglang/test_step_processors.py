@@ -166,6 +166,22 @@ def test_beam_search_ends_its_request(steps: StepProcessors, make_req: MakeReq) 
     assert "does not call processors in a beam search" in req.finished_reason.message
 
 
+def test_step_that_loaded_for_long_loads_no_more_classes(
+    steps: StepProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hundreds of classes that hang when they are loaded would take longer than SGLang lets a step take."""
+    FakeScheduler(0, steps, overlap=False).run(make_req(own=1))
+    monkeypatch.setattr("logitship.server.sglang.step_processors.LONGEST_LOADING", -1.0)
+    loaded, new, built_in = make_req(own=1), make_req(own=2), make_req(token_ids=[5])
+    built_in.custom_logit_processor = ADMITTED + '{"name": "disallowed_tokens"}'
+    FakeScheduler(0, steps, overlap=False).run(loaded, new, built_in)
+    assert loaded.visible == list(range(2, 10))
+    assert 5 not in built_in.visible
+    assert built_in.finished_reason == "length"
+    assert new.visible == []
+    assert "try again" in new.finished_reason.message
+
+
 def test_steps_without_processors_release_those_of_finished_requests(
     steps: StepProcessors, processors: PluginProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
 ) -> None:
