@@ -20,6 +20,8 @@ from importlib.metadata import version
 from typing import Any, TypeAlias
 
 import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
 
 EndedRows: TypeAlias = dict[int, tuple[str, int]]
 """Row → message and number of output tokens of a request that ends."""
@@ -52,7 +54,7 @@ class SamplingRanks:
         if self._group.world_size == 1:
             yield
             return
-        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+        devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
         with torch.random.fork_rng(devices):
             yield
 
@@ -89,7 +91,7 @@ def sampling_ranks() -> SamplingRanks:
     return SamplingRanks(get_parallel().attn_tp_group)
 
 
-def check_ranks(store: torch.distributed.Store, rank: int, size: int, timeout: timedelta) -> None:
+def check_ranks(store: Store, rank: int, size: int, timeout: timedelta) -> None:
     """Wait until all ranks of the process group run the plugin.
 
     A rank without it, on another host for example, would unpickle processors, and would not call `share`, for which
@@ -104,20 +106,20 @@ def check_ranks(store: torch.distributed.Store, rank: int, size: int, timeout: t
     Raises:
         ValueError: one does not run it, or runs another version.
     """
-    own = version("logitship").encode()
+    own = version("logitship")
     store.set(_key(rank), own)
     try:
         store.wait([_key(each) for each in range(size)], timeout)
-    except torch.distributed.DistStoreError:
+    except DistStoreError:
         missing = [each for each in range(size) if not store.check([_key(each)])]
         raise ValueError(
             f"logitship does not run in ranks {missing}: install it on their hosts, with the same SGLang and the same "
             "settings; their logs say why if it is there"
         ) from None
-    others = {each: found for each in range(size) if (found := store.get(_key(each))) != own}
+    others = {each: text for each in range(size) if (text := store.get(_key(each)).decode()) != own}
     if others:
-        found = ", ".join(f"{number.decode()} in rank {each}" for each, number in others.items())
-        raise ValueError(f"logitship's version is {own.decode()} in rank {rank}, and {found}: install the same on all")
+        found = ", ".join(f"{text} in rank {each}" for each, text in others.items())
+        raise ValueError(f"logitship's version is {own} in rank {rank}, and {found}: install the same on all")
 
 
 def _key(rank: int) -> str:

@@ -70,7 +70,7 @@ def test_each_string_is_parsed_once(front_end: FrontEnd, monkeypatch: pytest.Mon
         return read_processors(string, max_size)
 
     monkeypatch.setattr("logitship.server.sglang.front_end.read_processors", read)
-    params = [{"custom_params": {"token_ids": [number]}} for number in range(60)]
+    params: list[dict[str, Any]] = [{"custom_params": {"token_ids": [number]}} for number in range(60)]
     asyncio.run(front_end.admit(SimpleNamespace(custom_logit_processor=FORBIDS, sampling_params=params), None))
     assert parsed == [FORBIDS]
     params[7] = {"custom_params": {"token_ids": "x"}}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._distributed_c10d import HashStore
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.plugins.plugin_processors import PluginProcessors
@@ -91,7 +92,7 @@ def test_random_processor_leaves_the_tokens_of_other_requests_alone(
 
 def meet(versions: list[str], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let ranks with these versions meet, of which the last never comes if it has none. Return their errors."""
-    store = torch.distributed.HashStore()
+    store = HashStore()
     local = threading.local()
     monkeypatch.setattr(sampling_ranks, "version", lambda name: local.version)
     errors: list[str] = []
