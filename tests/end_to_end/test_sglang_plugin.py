@@ -305,6 +305,32 @@ def test_history_is_exact_in_a_busy_batch(server: SglangServer, client: Client, 
     assert any(retractions() for _ in range(8)), "SGLang retracts others if the requests do not meet"
 
 
+def test_stop_strings_beside_grammars_end_only_their_requests(
+    server: SglangServer, client: Client, tokenizer: Tokenizer
+) -> None:
+    """With a grammar in the batch, SGLang samples a step after it has looked for stop strings in the one before."""
+    letters = tokenizer.encode("abcdefghijklmnopqrstuvwxyz")
+
+    def stopped(number: int) -> tuple[str, int]:
+        """Let a processor write the alphabet, up to a letter."""
+        sampling = {"temperature": 0, "max_new_tokens": 26, "stop": chr(ord("a") + number), "ignore_eos": True}
+        body = {
+            "text": f"{number} {PROMPT}",
+            "sampling_params": sampling | {"custom_params": {"first": letters[0]}},
+            "custom_logit_processor": CountsCalls.to_str(),
+        }
+        meta = httpx.post(f"{server.url}/generate", json=body, timeout=300).json()["meta_info"]
+        return meta["finish_reason"]["type"], meta["completion_tokens"]
+
+    with ThreadPoolExecutor(16) as pool:
+        constrained = [pool.submit(generate, client, tokens=40, regex="[a-z]{60}") for _ in range(2)]
+        counted = [pool.submit(generate, client, tokens=40, processor=NeedsNoParams) for _ in range(4)]
+        assert list(pool.map(stopped, range(8))) == [("stop", number + 1) for number in range(8)]
+        assert [each.result() for each in counted] == [[FIRST + step for step in range(40)]] * 4
+        for each in constrained:
+            assert set(each.result()) <= set(letters)
+
+
 def test_without_params(client: Client) -> None:
     assert generate(client, processor=NeedsNoParams) == [FIRST + step for step in range(TOKENS)]
 
