@@ -67,7 +67,7 @@ def test_many_params_are_compared_in_linear_time() -> None:
 
 
 def test_params_that_are_not_json_are_compared_by_identity() -> None:
-    """Those of SGLang's `Engine` may be any objects."""
+    """The parameters of SGLang's `Engine` may be any objects."""
     both = {"a": object()}
     params = [{"custom_params": both}, {"custom_params": both}, {"custom_params": dict(both)}]
     assert processors_of(generate("x", params)) == [("x", both), ("x", both)]
