@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 from logitship.server.requests.sequence import Sequence
 
 DECODE_SHARE = 0.75
-"""What sequences may add to a step while several tenants run, beyond twice what the tenant with the least work adds:
-this part of what a step takes for any number of sequences."""
+"""Most time that sequences add to a step while several tenants run, beyond twice what the tenant with the least work
+adds: this part of what a step takes for any number of sequences."""
 
 SEQUENCE_COST = 128
 """Cost of a sequence without its positions, in positions: about 1 ms beside 6 microseconds, a model of 135 million

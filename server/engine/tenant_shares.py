@@ -160,15 +160,15 @@ class TenantShares:
             wanted: prompt tokens of each tenant that are not computed yet.
         """
         given = dict.fromkeys(wanted, 0)
-        hungry = sorted(wanted, key=lambda tenant: self._prompt_turns.get(tenant, 0))
+        wanting = sorted(wanted, key=lambda tenant: self._prompt_turns.get(tenant, 0))
         least = PROMPT_BLOCK
-        while budget and hungry:
-            part = max(least, budget // len(hungry))
-            for tenant in hungry:
+        while budget and wanting:
+            part = max(least, budget // len(wanting))
+            for tenant in wanting:
                 tokens = min(part, wanted[tenant] - given[tenant], budget)
                 given[tenant] += tokens
                 budget -= tokens
-            hungry = [tenant for tenant in hungry if given[tenant] < wanted[tenant]]
+            wanting = [tenant for tenant in wanting if given[tenant] < wanted[tenant]]
             least = 1  # what the others have left
         self._turn += 1
         self._prompt_turns.update((tenant, self._turn) for tenant, tokens in given.items() if tokens)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
 from functools import partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from logitship.server.engine.async_engine import AsyncEngine
 
@@ -19,6 +20,8 @@ from .loop_thread import LoopThread
 from .outputs import RequestOutput
 from .progress import Progress, UseTqdm
 from .request_builder import OfflineRequest, PromptLike, SamplingParamsLike
+
+T = TypeVar("T")
 
 
 class LLM(EngineOwner):
@@ -161,7 +164,7 @@ class LLM(EngineOwner):
             running = self._loop_thread.submit(self._runner.run_all(requests, lambda *each: finished.put(each)))
             running.add_done_callback(lambda _: finished.put(None))
             try:
-                while (item := finished.get()) is not None:
+                while (item := _get(finished)) is not None:
                     index, outputs[index] = item
                     progress.tick(outputs[index])
                 running.result()
@@ -171,6 +174,13 @@ class LLM(EngineOwner):
                 running.cancel()
                 raise
         return [outputs[index] for index in range(len(requests))]
+
+
+def _get(items: queue.SimpleQueue[T]) -> T:
+    """Return the next item. A Ctrl-C just before the thread sleeps does not wake it up: it looks once a second."""
+    while True:
+        with contextlib.suppress(queue.Empty):
+            return items.get(timeout=1.0)
 
 
 def _end(engine: AsyncEngine, loop_thread: LoopThread) -> None:

@@ -522,9 +522,11 @@ def test_fault_ends_only_the_faulty_requests(loaded: Loaded, case: FaultCase) ->
     expected = loaded.expected["same sandbox"]
     assert tokens == expected[:OFFENDER_LENGTH]
     for ended, from_step in zip(ends, (0, 5), strict=True):
-        fine = ended.tokens[:from_step]
+        # A class that answers by itself decides a token more: for rows that it has not edited yet, too. The other row
+        # of its sandbox may not have come to its own fault then.
+        ends_early = case.ends_sandbox and len(ended.tokens) < from_step
+        fine = ended.tokens[: len(ended.tokens) - 1 if ends_early else from_step]
         assert fine == expected[: len(fine)]
-        # A class that answers by itself decides a token more: for rows that it has not edited yet, too.
         assert len(ended.tokens) == from_step or (case.ends_sandbox and len(ended.tokens) <= from_step + 1)
         assert ended.seconds < STEP_TIMEOUT + GRACE
         error = ended.reason.error

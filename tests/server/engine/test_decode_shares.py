@@ -1,4 +1,4 @@
-"""Which sequences take part in a step while several tenants run."""
+"""Sequences of several tenants take turns in decoding steps."""
 
 from __future__ import annotations
 

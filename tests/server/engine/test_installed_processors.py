@@ -359,7 +359,7 @@ def test_callable_fault_ends_only_its_request(make_engine: BuildEngine, callable
         ),
         (r"my_callables\..*", "my_callables.system", "it is posix.system, which is not allowed"),
         (r"my_callables:.*", "my_callables:torch.load", "not one of a class"),
-        (r".*", "logitship.builtin_processors.min_p.MinPLogitsProcessor", "is a batch processor"),
+        (r".*", "logitship.builtin_processors.parameter_processors.MinPLogitsProcessor", "is a batch processor"),
     ],
 )
 def test_refused_callable_names(
