@@ -66,7 +66,7 @@ def test_same_steps_tell_nothing_of_positions() -> None:
     assert (time.per_position, time.base) == (0.0, pytest.approx(0.04))
 
 
-def test_steps_that_grow_slower_for_other_reasons_leave_a_sound_line() -> None:
+def test_line_is_sound_if_steps_slow_down_for_other_reasons() -> None:
     time = StepTime()
     for number in range(100):
         time.observe(100 + number, 0.001 * number)

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +9,6 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from logitship.sampler.processors.executor import DisabledExecutor, LoadedProcessor
-from logitship.server.metrics import observed_metrics
 from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
 from logitship.server.metrics.observed_metrics import (
     EngineMetrics,
@@ -23,7 +21,7 @@ from logitship.server.metrics.observed_metrics import (
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.requests.messages import ABSENT, FinishReason, GenerationChunk, RequestError
 
-Read = Callable[..., float | None]
+from .conftest import Read, Time
 
 MODEL = ModelInfo("tiny", "/secret/path", 8, 64, frozenset({1}), "float32", "cpu", "Tiny")
 STATS = EngineStats(
@@ -227,26 +225,6 @@ def test_statistics_by_label() -> None:
     one = calls.statistics(ProcessorLabel("P", "shipped"))
     assert calls.statistics(ProcessorLabel("P", "shipped")) is one
     assert calls.statistics(ProcessorLabel("P", "installed")) is not one
-
-
-Read = Callable[..., float | None]
-
-
-class Time:
-    """Replaces the module `time`; the test sets the time."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    time = Time()
-    monkeypatch.setattr(observed_metrics, "time", time)
-    return time
 
 
 @pytest.fixture

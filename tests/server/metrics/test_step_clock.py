@@ -7,25 +7,9 @@ import torch
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
-from logitship.server.metrics import step_clock
 from logitship.server.metrics.step_clock import StepClock, TimedProcessors
 
-
-class Time:
-    """Replaces the module `time`; the test sets the time."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def time(monkeypatch: pytest.MonkeyPatch) -> Time:
-    time = Time()
-    monkeypatch.setattr(step_clock, "time", time)
-    return time
+from .conftest import Time
 
 
 def seconds(clock: StepClock) -> dict[str, float]:
