@@ -317,7 +317,7 @@ WRITE_FRAME = (
 )
 
 EMPTY_ANSWER = "struct.pack('<IIQ', 3, number, 0)"
-"""What makes a frame of a class the answer to the next call: no edits."""
+"""Makes a frame of a class the answer to the next call: one without edits."""
 
 FAULT_CASES = [
     raising("raises", "raise ValueError('no such luck')", "ValueError: no such luck"),
