@@ -32,7 +32,7 @@ from typing import Any
 import hostile_clients
 import httpx
 from processors import SOURCE
-from soak_server import SoakServer, soak_server
+from soak_server import SoakServer, processes_below, soak_server
 
 HERE = Path(__file__).parent
 KEYS = {
@@ -251,10 +251,10 @@ def _headers(key: str) -> dict[str, str]:
 
 
 def left(server: SoakServer) -> Left:
-    """Return the resources that the server has now."""
-    taken = server.taken()
+    """Return the resources that the server has now: those whose measurement does not make it wait."""
     maps = Path(f"/proc/{server.pid}/maps").read_text(errors="replace")
-    return Left(taken.server_rss, taken.threads, taken.descriptors, maps.count("/memfd:logitship"), taken.processes)
+    processes = sum(1 for _ in processes_below(server.pid))
+    return Left(server.rss, server.num_threads, server.num_descriptors, maps.count("/memfd:logitship"), processes)
 
 
 def most(samples: Iterable[Left]) -> Left:
@@ -276,10 +276,11 @@ async def attacked(server: SoakServer, name: str, options: argparse.Namespace) -
         await honest.fill_caches()
         async with honest.running():
             await honest.measure(2.0)  # loads the processor
+            samples: list[Left] = []
+            watching = asyncio.create_task(_watch(server, samples))  # in both, so that it does not make a difference
             quiet = await honest.measure(options.quiet)
             before = left(server)
-            samples = [before]
-            watching = asyncio.create_task(_watch(server, samples))
+            samples[:] = [before]
             command = [sys.executable, str(HERE / "hostile_clients.py"), name, "--url", server.base_url]
             command += ["--key", KEYS["hostile"], "--shipping-key", KEYS["hostile ships"]]
             command += ["--seconds", str(options.seconds)]
