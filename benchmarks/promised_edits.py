@@ -19,7 +19,7 @@ import torch
 from comparison import OF_PEER, Comparison, Target, alone, arguments, at_most, compare, in_turns, print_machine, report
 
 from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode, encode
-from logitship.sampler.edits.logit_edits import EditLog
+from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
 from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.promised_logits.promise import Promise
 
@@ -112,9 +112,9 @@ def fastest(call: Callable[[], object], repeats: int = REPEATS) -> float:
     return 1e6 * min(times)
 
 
-def record(call: Call, rows: int, vocab_size: int) -> EditLog:
+def record(call: Call, rows: int, vocab_size: int, recent: RecentVectors | None = None) -> EditLog:
     """Return the edits of a call on promised logits."""
-    promise = Promise(rows, vocab_size, _no_logits)
+    promise = Promise(rows, vocab_size, _no_logits, recent)
     log = promise.conclude(call(promise.take()))
     promise.end()
     assert isinstance(log, EditLog)
@@ -127,11 +127,11 @@ def _no_logits() -> torch.Tensor:
 
 def measure_recording(work: Work, rows: int, logits: torch.Tensor, turns: int) -> Comparison:
     """Compare a recorded and encoded call with one on real logits."""
-    vectors = VectorSender()
+    recent, vectors = RecentVectors(), VectorSender()
     vocab_size = logits.shape[-1]
 
     def recorded() -> float:
-        return fastest(lambda: encode(record(work.call, rows, vocab_size), vectors))
+        return fastest(lambda: encode(record(work.call, rows, vocab_size, recent), vectors))
 
     def eager() -> float:
         return fastest(lambda: work.call(logits[:rows]))

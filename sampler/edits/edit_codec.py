@@ -57,9 +57,9 @@ from .edit_operations import (
     most_edits,
     same_bits,
 )
-from .logit_edits import EditLog
+from .logit_edits import NUM_RECENT_VECTORS, EditLog
 
-NUM_SLOTS = 4
+NUM_SLOTS = NUM_RECENT_VECTORS
 """Vectors that the server keeps for a sandbox."""
 
 _HEADER = struct.Struct("<BBHIf")
@@ -82,14 +82,24 @@ class VectorSender:
 
     def encode(self, vector: Floats) -> bytes:
         """Return a vector's binary form, and remember that the server has it."""
-        for slot, known in self._slots.items():
-            if same_bits(vector, known):
-                self._use(slot)
-                return _VECTOR.pack(slot, 0)
+        slot = self._slot_of(vector)
+        if slot is not None:
+            self._use(slot)
+            return _VECTOR.pack(slot, 0)
         slot = len(self._slots) if len(self._slots) < NUM_SLOTS else self._used[0]
         self._slots[slot] = vector
         self._use(slot)
         return _VECTOR.pack(slot, 1) + vector.tobytes()
+
+    def _slot_of(self, vector: Floats) -> int | None:
+        # A vector of `RecentVectors` is found without a comparison of its bits.
+        for slot, known in self._slots.items():
+            if vector is known:
+                return slot
+        for slot, known in self._slots.items():
+            if same_bits(vector, known):
+                return slot
+        return None
 
     def _use(self, slot: int) -> None:
         if slot in self._used:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -29,6 +30,7 @@ from .edit_operations import (
 from .merged_edits import apply_edits
 
 _DTYPE = np.dtype(np.uint32)
+NUM_RECENT_VECTORS = 4
 _MOST_JOINED = 4096
 """Positions from which on the next ones are an edit of their own, so that they need not be copied time and again."""
 
@@ -36,6 +38,25 @@ AnyPositions: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.T
 """Positions as an author's code has them: integers [n]."""
 AnyOperand: TypeAlias = Operand | torch.Tensor
 """A number, or float32 [n]."""
+
+
+class RecentVectors:
+    """Copies of the vectors that were recorded last.
+
+    A processor often adds the same vector at every step, and a comparison takes less time than a copy.
+    """
+
+    def __init__(self) -> None:
+        self._copies: deque[Floats] = deque(maxlen=NUM_RECENT_VECTORS)
+
+    def copy_of(self, vector: Floats) -> Floats:
+        """Return a copy of float32 [vocab]; the same one as before if the bits are the same."""
+        for known in list(self._copies):
+            if same_bits(vector, known):
+                return known
+        copy = vector.copy()
+        self._copies.append(copy)
+        return copy
 
 
 class EditLog:
@@ -46,28 +67,28 @@ class EditLog:
     Args:
         num_rows: rows of the call.
         vocab_size: width of the logits; the number of positions is below 2**31.
+        vectors: those of earlier calls; None: of this call alone.
 
     Attributes:
         edits: the edits so far.
     """
 
-    __slots__ = ("_last_vector", "_num_registers", "_num_steps", "_num_touched", "edits", "num_rows", "vocab_size")
+    __slots__ = ("_num_registers", "_num_steps", "_num_touched", "edits", "num_rows", "vectors", "vocab_size")
 
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
+    def __init__(self, num_rows: int, vocab_size: int, vectors: RecentVectors | None = None) -> None:
         self.num_rows = num_rows
         self.vocab_size = vocab_size
         self.edits: list[Edit] = []
         self._num_registers = 0
         self._num_steps = 0
         self._num_touched = 0
-        self._last_vector: Floats | None = None
+        self.vectors = vectors or RecentVectors()
 
     def copy(self) -> EditLog:
         """Return a log with the same edits, to which others may be added."""
-        copy = EditLog(self.num_rows, self.vocab_size)
+        copy = EditLog(self.num_rows, self.vocab_size, self.vectors)
         copy.edits = self.edits.copy()
         copy._take_counts(self)
-        copy._last_vector = self._last_vector
         return copy
 
     @property
@@ -122,12 +143,12 @@ class EditLog:
 
     def edit_rows(self, rows: Sequence[int], operator: str, operand: AnyOperand) -> None:
         """Apply an operator to whole rows; the operand is a number or float32 [vocab]."""
-        own = self._vector(operand) if isinstance(operand, torch.Tensor) else operand
+        own = self.vectors.copy_of(operand.detach().numpy()) if isinstance(operand, torch.Tensor) else operand
         self._add(EditRows(_positions(rows), operator, own), len(rows) * self.vocab_size)
 
     def put_rows(self, rows: Sequence[int], values: torch.Tensor) -> None:
         """Put the same float32 [vocab] in whole rows."""
-        self._add(PutRows(_positions(rows), self._vector(values)), len(rows) * self.vocab_size)
+        self._add(PutRows(_positions(rows), self.vectors.copy_of(values.detach().numpy())), len(rows) * self.vocab_size)
 
     def put_mask(self, rows: Sequence[int], mask: torch.Tensor, value: float) -> None:
         """Put a value where a mask, bool [vocab] for all rows or [rows, vocab], is set."""
@@ -146,13 +167,6 @@ class EditLog:
     def _take_counts(self, other: EditLog) -> None:
         self._num_registers, self._num_steps = other._num_registers, other._num_steps
         self._num_touched = other._num_touched
-
-    def _vector(self, values: torch.Tensor) -> Floats:
-        """Return a copy of float32 [vocab]; the same one as before if the bits are the same."""
-        vector: Floats = values.detach().numpy()
-        if self._last_vector is None or not same_bits(vector, self._last_vector):
-            self._last_vector = vector.copy()
-        return self._last_vector
 
     def _add(self, edit: Edit, num_touched: int) -> None:
         if num_touched:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from logitship.sampler.edits.logit_edits import EditLog
+from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
 
 
 class Source:
@@ -17,15 +17,23 @@ class Source:
     Args:
         num_rows, vocab_size: their shape.
         fetch: waits for them; returns float32 [num_rows, vocab_size], which the author's code may edit.
+        vectors: those of earlier calls; None: of this call alone.
 
     Attributes:
         was_read: True if they were fetched.
         tensors: all tensors that the author's code was given.
     """
 
-    def __init__(self, num_rows: int, vocab_size: int, fetch: Callable[[], torch.Tensor]) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        fetch: Callable[[], torch.Tensor],
+        vectors: RecentVectors | None = None,
+    ) -> None:
         self.num_rows = num_rows
         self.vocab_size = vocab_size
+        self.vectors = vectors or RecentVectors()
         self.was_read = False
         self.tensors: list[weakref.ref[torch.Tensor]] = []
         self._fetch = fetch
@@ -80,7 +88,9 @@ class Memory:
     def __init__(self, source: Source, base: Memory | None = None) -> None:
         self.source = source
         self.is_original = base is None
-        self.log: EditLog = EditLog(source.num_rows, source.vocab_size) if base is None else base.log.copy()
+        self.log: EditLog = (
+            EditLog(source.num_rows, source.vocab_size, source.vectors) if base is None else base.log.copy()
+        )
         self.base, self.base_length = base, 0 if base is None else len(base.log.edits)
         if base is not None and base.base is not None:
             self.base, self.base_length = base.base, base.base_length

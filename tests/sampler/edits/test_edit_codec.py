@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from logitship.sampler.edits.edit_codec import NUM_SLOTS, InvalidEdits, VectorSender, VectorStore, decode, encode
 from logitship.sampler.edits.edit_operations import most_edits
-from logitship.sampler.edits.logit_edits import EditLog
+from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
 from logitship.sampler.edits.merged_edits import apply_edits
 from tests.sampler.promised_logits.promised import bits
 
@@ -41,6 +41,34 @@ def test_vector_with_other_bits_is_another_vector() -> None:
         logits = torch.ones(1, VOCAB)
         apply_edits(logits, [(range(1), decode(encode(log, sender), 1, VOCAB, store))])
         assert bits(logits) == bits(torch.full((1, VOCAB), zero))
+
+
+def test_recent_vectors_notice_changes() -> None:
+    """The owner of a vector changes it between calls, or in the middle of one."""
+    recent, sender, store = RecentVectors(), VectorSender(), VectorStore(VOCAB)
+    vector = torch.randn(VOCAB)
+    expected, sizes = torch.zeros(1, VOCAB), []
+    logits = torch.zeros(1, VOCAB)
+    for call in range(6):
+        log = EditLog(1, VOCAB, recent)
+        for token in range(2):
+            log.edit_rows([0], "+", vector)
+            expected += vector
+            if call == 1:
+                vector[token] += 1.0
+        data = encode(log, sender)
+        sizes.append(len(data))
+        apply_edits(logits, [(range(1), decode(data, 1, VOCAB, store))])
+        assert bits(logits) == bits(expected)
+    assert sizes[3] == sizes[4] == sizes[5] < min(sizes[:3])
+
+
+def test_recent_vectors_are_copied_once() -> None:
+    recent = RecentVectors()
+    vector = torch.randn(VOCAB).numpy()
+    copy = recent.copy_of(vector)
+    assert copy is not vector
+    assert recent.copy_of(vector.copy()) is copy
 
 
 @settings(max_examples=500)
