@@ -200,6 +200,10 @@ def server(
         yield server
 
 
+with_overlap = pytest.mark.parametrize("server", ["overlap"], indirect=True)
+"""Marks tests of what does not depend on the scheduling."""
+
+
 @pytest.fixture
 def client(server: SglangServer) -> Iterator[Client]:
     with Client(server.url, timeout=300) as client:
@@ -479,6 +483,7 @@ def test_openai_routes(server: SglangServer, client: Client, method: str) -> Non
     assert caught.value.type == "ProcessorFault"
 
 
+@with_overlap
 def test_sampling_mask(server: SglangServer) -> None:
     """SGLang's front end unpickles the processor for this."""
     body = {
@@ -492,6 +497,7 @@ def test_sampling_mask(server: SglangServer) -> None:
     assert "return_sampling_mask only supports DisallowedTokensLogitsProcessor" in refused.text
 
 
+@with_overlap
 @pytest.mark.parametrize(
     ("processor", "params", "message"),
     [
@@ -531,6 +537,7 @@ def test_faults_end_only_their_requests(server: SglangServer, client: Client) ->
     assert server.is_alive()
 
 
+@with_overlap
 @pytest.mark.parametrize("attempt", ESCAPES)
 def test_escape_is_prevented(server: SglangServer, client: Client, attempt: str) -> None:
     """A sandbox that the kernel ends for the attempt is as good as an error."""
@@ -552,6 +559,7 @@ def test_escapes_succeed_without_a_sandbox() -> None:
             assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0, attempt
 
 
+@with_overlap
 def test_doctor_finds_the_plugin(server: SglangServer, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_doctor_command(server.url, None) == 0
     assert "SGLang:             0.5.23" in capsys.readouterr().out
