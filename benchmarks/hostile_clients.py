@@ -502,7 +502,11 @@ def main() -> None:
     parser.add_argument("--key", default="")
     parser.add_argument("--shipping-key", default="")
     parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--wait", action="store_true", help="print `ready`, and begin after a line of input")
     options = parser.parse_args()
+    if options.wait:
+        print("ready", flush=True)
+        input()
     attacker = asyncio.run(run(options.name, options.url, options.key, options.shipping_key, options.seconds))
     print(json.dumps(attacker.statuses))
 

@@ -7,8 +7,9 @@ API keys, and shipped processors enabled. Two honest keys stream without an end,
 request at a time measures the time to first token, and `/health` is asked. First they are alone, then beside the
 hostile client. Ratios are those of the second time to the first.
 
-The hostile client is a process of its own on the same cores, at the lowest priority, because elsewhere it has a machine
-of its own: `--hostile-nice 0` lets it compete with the server instead.
+The hostile client is a process of its own on the same cores. It has started before the first phase, and a low priority
+in the second one, because elsewhere it has a machine of its own: `--hostile-nice 0` lets it compete with the server
+instead.
 """
 
 from __future__ import annotations
@@ -278,16 +279,14 @@ async def attacked(server: SoakServer, name: str, options: argparse.Namespace) -
             await honest.measure(2.0)  # loads the processor
             samples: list[Left] = []
             watching = asyncio.create_task(_watch(server, samples))  # in both, so that it does not make a difference
+            hostile = await _start_hostile(name, server.base_url, options.seconds)
             quiet = await honest.measure(options.quiet)
             before = left(server)
             samples[:] = [before]
-            command = [sys.executable, str(HERE / "hostile_clients.py"), name, "--url", server.base_url]
-            command += ["--key", KEYS["hostile"], "--shipping-key", KEYS["hostile ships"]]
-            command += ["--seconds", str(options.seconds)]
-            command = ["nice", "-n", str(options.hostile_nice), *command]
-            hostile = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
+            os.setpriority(os.PRIO_PROCESS, hostile.pid, options.hostile_nice)
+            attack = asyncio.create_task(hostile.communicate(b"\n"))
             beside = await honest.measure(options.seconds)
-            output, _ = await hostile.communicate()
+            output, _ = await attack
             watching.cancel()
         await asyncio.sleep(options.settle)
     statuses = json.loads(output) if output.strip() else {}
@@ -300,6 +299,16 @@ async def attacked(server: SoakServer, name: str, options: argparse.Namespace) -
         "after": after,
         "statuses": statuses,
     }
+
+
+async def _start_hostile(name: str, url: str, seconds: float) -> asyncio.subprocess.Process:
+    """Start a hostile client, which waits for a line."""
+    command = [sys.executable, str(HERE / "hostile_clients.py"), name, "--url", url, "--seconds", str(seconds)]
+    command += ["--key", KEYS["hostile"], "--shipping-key", KEYS["hostile ships"], "--wait"]
+    hostile = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert hostile.stdout is not None
+    assert await hostile.stdout.readline() == b"ready\n"
+    return hostile
 
 
 def measure(name: str, options: argparse.Namespace) -> Result:
@@ -359,7 +368,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=20.0, help="of each hostile client")
     parser.add_argument("--quiet", type=float, default=8.0, help="seconds without it")
     parser.add_argument("--settle", type=float, default=SETTLE, help="seconds from its end to the look at what is left")
-    parser.add_argument("--hostile-nice", type=int, default=19, help="nice value of the hostile client")
+    parser.add_argument("--hostile-nice", type=int, default=10, help="nice value of the hostile client")
     parser.add_argument("--json", type=Path, help="file for all times")
     parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of the server, last")
     options = parser.parse_args()
