@@ -25,8 +25,11 @@ from logitship.sampler.trace import Snapshot, after_processor
 from .executor import Run, RunOutcome
 from .processor_groups import ProcessorGroup, ProcessorUse, StageKey
 
-_MOST_SLOW = 1024
-"""Names of slow processors that are kept. Most of them are never called again."""
+_MOST_KNOWN = 1024
+"""Names of processors that are kept. Most of them are never called again."""
+
+_LONG_CALL = 0.005
+"""CPU seconds of a deferred call, after which the next ones begin at the lowest priority: half of what a step waits."""
 
 BEFORE_ALL: StageKey = (False, -1)
 """Key before that of the first stage."""
@@ -107,6 +110,16 @@ class DeferredCall:
     read: Callable[[ProcessorGroup, torch.Tensor, RunOutcome], dict[int, ProcessorFault]]
 
 
+class _Tenants(dict[str, str]):
+    """The tenants of some processors, by their names."""
+
+    def add(self, group: ProcessorGroup) -> None:
+        """Add the processor of a group, if need be in place of all others."""
+        if len(self) >= _MOST_KNOWN:
+            self.clear()
+        self[group.processor.group_name] = group.processor.tenant
+
+
 class DeferredCalls:
     """The deferred calls of an engine, and the rows they are made for. Engine thread only.
 
@@ -125,7 +138,10 @@ class DeferredCalls:
         self._calls: list[DeferredCall] = []
         self._saved: dict[ProcessorUse, SavedRow] = {}
         self._busy: set[str] = set()
-        self._slow: set[str] = set()
+        self._slow = _Tenants()
+        self._long = _Tenants()
+        self._short = _Tenants()
+        self._tried: set[str] = set()
 
     def left(self, group: ProcessorGroup) -> float:
         """Return how long the current step still waits for a call of a group, in seconds; see `StepPatience.left`."""
@@ -138,7 +154,32 @@ class DeferredCalls:
 
     def ended_in_time(self, group: ProcessorGroup) -> None:
         """Record that a step did not have to defer a call of a group."""
-        self._slow.discard(group.processor.group_name)
+        self._slow.pop(group.processor.group_name, None)
+        self._set_long(group, is_long=False)
+
+    def _set_long(self, group: ProcessorGroup, *, is_long: bool) -> None:
+        known, other = (self._long, self._short) if is_long else (self._short, self._long)
+        other.pop(group.processor.group_name, None)
+        known.add(group)
+
+    def begin_step(self) -> None:
+        """Begin a step."""
+        self._tried.clear()
+
+    def may_take_long(self, group: ProcessorGroup) -> bool:
+        """Return whether a call of a group should begin at the lowest priority, because others run meanwhile.
+
+        So it should if its last call took long. If that is not known yet, one call per tenant and step shows it, and
+        none if another processor of the tenant takes long: else each of many new processors would take a core from the
+        model until it is deferred.
+        """
+        name, tenant = group.processor.group_name, group.processor.tenant
+        if not self.patience.is_limited or name in self._short:
+            return False
+        if name in self._long or tenant in self._long.values() or tenant in self._tried:
+            return True
+        self._tried.add(tenant)
+        return any(call.group.processor.tenant == tenant for call in self._calls)
 
     def __len__(self) -> int:
         """Return the number of calls that have not ended."""
@@ -166,9 +207,7 @@ class DeferredCalls:
         self._calls.append(call)
         name = call.group.processor.group_name
         self._busy.add(name)
-        if len(self._slow) >= _MOST_SLOW:
-            self._slow.clear()
-        self._slow.add(name)
+        self._slow.add(call.group)
         self.num_deferred += 1
 
     def save(self, owner: ProcessorUse, row: SavedRow) -> None:
@@ -198,6 +237,7 @@ class DeferredCalls:
         self._calls.remove(call)
         self._busy.discard(call.group.processor.group_name)
         outcome = call.run.finish()
+        self._set_long(call.group, is_long=outcome.occupied > _LONG_CALL)
         call.group.count(outcome)
         self.patience.charge(call.group.processor.tenant, outcome.seconds)
         faults = call.read(call.group, call.logits, outcome)

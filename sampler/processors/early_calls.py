@@ -162,6 +162,10 @@ class CallPart:
         """See `Run.wait`."""
         return self._call.end_early() is not None or self._call.run.wait(timeout)
 
+    def lower_priority(self) -> None:
+        """See `Run.lower_priority`."""
+        self._call.run.lower_priority()
+
     def defer(self, logits: torch.Tensor) -> None:
         """See `Run.defer`."""
         self._call.run.defer(self._among_all(logits))
@@ -214,6 +218,7 @@ class EarlyCalls:
 
     def begin(self, stage: GroupStage) -> None:
         """Begin the calls of the first stage of a step."""
+        self._deferred.begin_step()
         self._calls.clear()
         self._allowed.clear()
         self._wait_until = None
@@ -225,6 +230,8 @@ class EarlyCalls:
         run = group.executor_group.promise()
         if run is None:
             return None
+        if self._deferred.may_take_long(group):
+            run.lower_priority()
         call = EarlyCall(group, run, self._vocab_size)
         self._calls |= dict.fromkeys(map(_key, group.members), call)
         self._open.append(call)

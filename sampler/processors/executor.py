@@ -209,6 +209,10 @@ class Run(Protocol):
         """
         ...
 
+    def lower_priority(self) -> None:
+        """Let the call go on at the lowest priority, because it is likely to take long. Right after its begin."""
+        ...
+
     def defer(self, logits: torch.Tensor) -> None:
         """Let the call go on after its step, which no longer waits for it.
 

@@ -177,6 +177,9 @@ class LocalGroup:
         """See `Run.wait`."""
         return True
 
+    def lower_priority(self) -> None:
+        """See `Run.lower_priority`. `finish` calls the processor, in this thread."""
+
     def defer(self, logits: torch.Tensor) -> None:
         """See `Run.defer`."""
         self._logits = logits

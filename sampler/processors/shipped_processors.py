@@ -153,6 +153,8 @@ class ShippedProcessors(LogitsProcessor):
         for row, each in allowed.items():
             members = self._rows.get(row, ())
             for number, member in enumerate(members):
+                if not member.use.processor.is_mask:
+                    each.edit_values()
                 if member.use.processor.is_trusted:
                     trusted[member.use.processor][member] = each
                 elif number == 0 and sum(not other.use.processor.is_trusted for other in members) == 1:
@@ -286,6 +288,8 @@ class ShippedProcessors(LogitsProcessor):
             else:
                 spent = self._spent.get(group.processor.tenant, 0.0)
                 run = group.executor_group.begin(logits.rows_of(group), spent)
+                if self._calls.may_take_long(group):
+                    run.lower_priority()
             begun.append((group, run))
         return begun
 

@@ -147,7 +147,7 @@ class Sandbox:
         self._death: SandboxDied | None = None
         self._printed = ""
         self._call_number = 0
-        self._is_deferred = False
+        self._has_low_priority = False
         self._outbox = bytearray()
         self._call: _Call | None = None
         self._printed = ""
@@ -287,7 +287,12 @@ class Sandbox:
         """
         if self._call is not None:
             self._call.deadline.extend(backstop)
-            self._is_deferred = True
+            self.lower_priority_of_call()
+
+    def lower_priority_of_call(self) -> None:
+        """Let the call in flight go on at the lowest priority."""
+        if self._call is not None and not self._has_low_priority:
+            self._has_low_priority = True
             self.lower_priority(DEFERRED_NICE)
 
     def advance(self) -> tuple[Answer, bytes] | None:
@@ -377,11 +382,8 @@ class Sandbox:
         self._seconds_in_calls += time.perf_counter() - call.deadline.began
         self.last_deadline = call.deadline
         self._call = None
-        self._end_deferral()
-
-    def _end_deferral(self) -> None:
-        if self._is_deferred:
-            self._is_deferred = False
+        if self._has_low_priority:
+            self._has_low_priority = False
             self.restore_priority()
 
     def _check_alive(self) -> None:

@@ -338,6 +338,11 @@ class SandboxRun:
         self._seconds_waited += time.perf_counter() - began
         return not self._is_in_call
 
+    def lower_priority(self) -> None:
+        """See `Run.lower_priority`."""
+        if self._sandbox is not None:
+            self._sandbox.lower_priority_of_call()
+
     def defer(self, logits: torch.Tensor) -> None:
         """See `Run.defer`."""
         self._logits = logits

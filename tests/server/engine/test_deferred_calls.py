@@ -70,6 +70,9 @@ class LateRun:
         self._delay -= 1
         return self._delay < 0 and not self._executor.is_held
 
+    def lower_priority(self) -> None:
+        pass
+
     def defer(self, logits: torch.Tensor) -> None:
         assert torch.equal(logits, self._input)
         self._logits = logits

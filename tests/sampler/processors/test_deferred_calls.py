@@ -1,0 +1,105 @@
+"""Which calls begin at the lowest priority. Whole engines are in `tests/server/engine/test_deferred_calls.py`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from logitship.sampler.processors.deferred_calls import BEFORE_ALL, DeferredCall, DeferredCalls
+from logitship.sampler.processors.executor import RunOutcome
+from logitship.sampler.processors.processor_groups import ProcessorGroup
+
+
+class Patience:
+    """Waits for no call."""
+
+    is_limited = True
+
+    def left(self, tenant: str, num_rows: int = 1) -> float:
+        return 0.0
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class Group:
+    """The rows of a processor, as far as `DeferredCalls` uses them."""
+
+    tenant: str
+    name: str
+
+    def __post_init__(self) -> None:
+        self.processor = SimpleNamespace(tenant=self.tenant, group_name=self.name)
+        self.rows = [0]
+
+    def count(self, outcome: RunOutcome) -> None:
+        pass
+
+
+@dataclass
+class EndedRun:
+    """A call that used some CPU seconds."""
+
+    seconds: float
+
+    def wait(self, timeout: float) -> bool:
+        return True
+
+    def finish(self) -> RunOutcome:
+        return RunOutcome(seconds=1.0, occupied=self.seconds)
+
+
+def group(name: str, tenant: str = "a") -> ProcessorGroup:
+    return cast(ProcessorGroup, Group(tenant, name))
+
+
+@pytest.fixture
+def calls() -> DeferredCalls:
+    return DeferredCalls(Patience())
+
+
+def defer(calls: DeferredCalls, of: ProcessorGroup, cpu_seconds: float) -> None:
+    run = cast(Any, EndedRun(cpu_seconds))
+    calls.add(DeferredCall(run, of, BEFORE_ALL, torch.zeros(1, 4), [], [], lambda *_: {}))
+
+
+def test_one_new_processor_of_a_tenant_is_tried_in_a_step(calls: DeferredCalls) -> None:
+    assert [calls.may_take_long(group(name)) for name in "xyz"] == [False, True, True]
+    assert not calls.may_take_long(group("x", "b"))
+    calls.begin_step()
+    assert not calls.may_take_long(group("y"))
+
+
+def test_short_ones_are_not_affected_by_others(calls: DeferredCalls) -> None:
+    calls.ended_in_time(group("short"))
+    defer(calls, group("x"), 1.0)
+    assert calls.may_take_long(group("new"))
+    assert not calls.may_take_long(group("short"))
+    assert not calls.may_take_long(group("new", "b"))
+
+
+@pytest.mark.parametrize(("cpu_seconds", "is_long"), [(0.001, False), (0.8, True)])
+def test_cpu_time_of_a_deferred_call_decides(calls: DeferredCalls, cpu_seconds: float, is_long: bool) -> None:
+    """A short one may be late because the machine is busy."""
+    defer(calls, group("x"), cpu_seconds)
+    calls.collect()
+    assert calls.may_take_long(group("x")) is is_long
+    assert calls.may_take_long(group("new")) is is_long
+    calls.ended_in_time(group("x"))
+    calls.begin_step()
+    assert not calls.may_take_long(group("x"))
+    assert not calls.may_take_long(group("new"))
+
+
+def test_nothing_to_protect(calls: DeferredCalls, monkeypatch: pytest.MonkeyPatch) -> None:
+    defer(calls, group("x"), 1.0)
+    calls.collect()
+    monkeypatch.setattr(Patience, "is_limited", False)
+    assert not calls.may_take_long(group("x"))
+    assert calls.left(group("y")) < math.inf
