@@ -35,8 +35,14 @@ _log = logging.getLogger(__name__)
 _MAX_SECONDS = 0.03
 """CPU time limit for a mask. llguidance limits most work per step, but not that on an ambiguous grammar such as
 `root ::= root root | "a"`, which grows with the square of the text's length."""
-_MAX_BEGINNINGS = 64
-"""Maximum words of a mask that are not zero, where the next text may be certain."""
+_SLOW_SECONDS = 0.002
+"""CPU time of a mask that is not looked at ahead of its step. Most take 0.01 to 0.5 ms."""
+_MAX_SLOW = 3
+"""Slow masks of a sequence, after which none is looked at ahead: the first ones of a grammar may be slow."""
+_MAX_BEGINNINGS = 32
+"""Maximum words of a mask that are not zero, where the next text may be certain: one for each of its beginnings."""
+_MAX_TOKENS_AHEAD = 16
+"""Maximum tokens of a text that is looked for."""
 MAX_GRAMMAR_LENGTH = 1 << 18
 """Maximum characters of a grammar. OpenAI's API allows about half of that for a JSON schema."""
 
@@ -166,6 +172,14 @@ class GrammarProcessor(BuiltinProcessor):
         self._executor: LLExecutor | None = None
         self._was_slow = False
 
+    def load_tokenizer(self, model: ModelFacts) -> None:
+        """Create the tokenizer of llguidance, which blocks all threads for some tenths of a second. Else on first use.
+
+        Raises:
+            ValueError: llguidance does not support the model's tokenizer.
+        """
+        self._compiler_for(model)
+
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> PreparedGrammar:
         """Compile the grammar, or get it from the cache."""
         read = super().prepare(params, model)
@@ -194,6 +208,10 @@ class GrammarProcessor(BuiltinProcessor):
         """See `BuiltinProcessor.restrict`."""
         pairs = [(self._cursor(params), each) for params, each in zip(param_list, allowed, strict=True)]
         pairs = [(cursor, each) for cursor, each in pairs if not cursor.is_free]
+        for cursor, each in pairs:
+            if each.may_guess and cursor.num_slow >= _MAX_SLOW:
+                each.leave_open()  # others would wait for all masks of its run in one step
+        pairs = [(cursor, each) for cursor, each in pairs if not each.is_open]
         if not pairs:
             return
         for (cursor, each), words in zip(pairs, self._masks([cursor for cursor, _ in pairs]), strict=True):
@@ -204,12 +222,23 @@ class GrammarProcessor(BuiltinProcessor):
                 each.keep_mask(words)
 
     def _likely_tokens(self, cursor: GrammarCursor, words: Words) -> list[int]:
-        """Return the usual tokens of the text that must come next, if the grammar leaves only one."""
-        # A single text has few beginnings that are tokens. To look for it takes as long as the mask.
-        if cursor.is_refused or self._compiler is None or np.count_nonzero(words) > _MAX_BEGINNINGS:
-            return []
-        # Of a copy: a matcher that was asked for a text with special tokens no longer allows the first of them.
-        text = cursor.matcher.deep_copy().compute_ff_bytes()
+        """Return the usual tokens of the text that must come next, if the grammar seems to leave only one.
+
+        If it does, each allowed token is a beginning of the longest one. The masks behind the longest ones are needed
+        later anyway, if these are the usual tokens. llguidance's own `compute_ff_bytes` may take seconds.
+        """
+        assert self._compiler is not None
+        text = b""
+        ahead: list[int] = []
+        while not cursor.is_refused and len(ahead) < _MAX_TOKENS_AHEAD and cursor.num_slow < _MAX_SLOW:
+            longest = self._compiler.longest_token(_tokens_of(words))
+            if longest is None:
+                break
+            text += longest.text
+            ahead.append(longest.token_id)
+            cursor.read(longest.token_id)
+            words = self._masks([cursor])[0]
+        cursor.remove(len(ahead))
         return self._compiler.tokens_of_beginning(text) if text else []
 
     def _compiler_for(self, model: ModelFacts) -> GrammarCompiler:
@@ -248,37 +277,48 @@ class GrammarProcessor(BuiltinProcessor):
                 words[row] = cursor.mask
             elif not cursor.is_free:
                 new.append(row)
-        slow = self._fill(words, [(cursors[row].matcher, row) for row in new])
+        seconds = self._fill(words, [(cursors[row].matcher, row) for row in new])
         for row in new:
+            is_too_slow = row in seconds and seconds[row] > _MAX_SECONDS
+            cursors[row].num_slow += row in seconds and seconds[row] > _SLOW_SECONDS
             # Otherwise llguidance would end the text here, which would then not match its grammar.
-            if cursors[row].matcher.is_error() or row in slow:
-                reason = "a mask takes too long" if row in slow else cursors[row].matcher.get_error()
+            if cursors[row].matcher.is_error() or is_too_slow:
+                reason = "a mask takes too long" if is_too_slow else cursors[row].matcher.get_error()
                 _log.warning("a grammar became too complex to continue: %s", reason)
                 words[row] = 0
             cursors[row].mask = words[row]
         return words
 
-    def _fill(self, words: Words, matchers: list[tuple[LLMatcher, int]]) -> list[int]:
+    def _fill(self, words: Words, matchers: list[tuple[LLMatcher, int]]) -> dict[int, float]:
         """Compute masks.
 
         Returns:
-            The rows whose masks took more than `_MAX_SECONDS`.
+            The CPU seconds of the masks by row, if they were measured.
         """
         if len(matchers) > 1 and not self._was_slow:
             self._executor = self._executor or LLExecutor()
             began = time.perf_counter()
             fill_next_token_bitmask_par(self._executor, matchers, words)
-            # The slow row cannot be identified here. The next step computes the masks one by one.
-            self._was_slow = time.perf_counter() - began > _MAX_SECONDS
-            return []
-        self._was_slow = False
-        slow = []
+            # A slow row cannot be identified here. The next call computes the masks one by one.
+            self._was_slow = time.perf_counter() - began > min(_MAX_SECONDS, len(matchers) * _SLOW_SECONDS)
+            return {}
+        self._was_slow = self._was_slow and len(matchers) == 1
+        seconds = {}
         for matcher, row in matchers:
             began = time.thread_time()
             fill_next_token_bitmask(matcher, words, row)
-            if time.thread_time() - began > _MAX_SECONDS:
-                slow.append(row)
-        return slow
+            seconds[row] = time.thread_time() - began
+        return seconds
+
+
+def _tokens_of(words: Words) -> list[int]:
+    """Return the tokens of a mask, ascending; none if they are too many to be the beginnings of one text."""
+    used = words.nonzero()[0]
+    if not 0 < len(used) <= _MAX_BEGINNINGS:
+        return []
+    bits = np.unpackbits(words[used].astype("<i4", copy=False).view(np.uint8), bitorder="little").nonzero()[0]
+    tokens: list[int] = (used[bits >> 5] * 32 + (bits & 31)).tolist()
+    return tokens
 
 
 def mask_tokens(logits: torch.Tensor, words: Words) -> None:

@@ -142,7 +142,10 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
     def restrict(self, row: int, allowed: AllowedTokens) -> None:
         """See `DecidesTokens`. A bias may raise a token, but forbids none."""
         biases = self._rows.get(row)
-        if biases is not None and not (np.abs(biases.values) < MOST_EDITED).all():
+        if biases is None:
+            return
+        allowed.edit_values()
+        if not (np.abs(biases.values) < MOST_EDITED).all():
             allowed.leave_open()
 
     def _on_device(self, biases: Mapping[int, _Biases]) -> tuple[TokenPositions, torch.Tensor]:

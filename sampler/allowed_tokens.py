@@ -29,13 +29,16 @@ class AllowedTokens:
 
     Attributes:
         likely: tokens that probably come next, in order: a guess, which the logits may contradict.
+        is_open: True if the logits decide.
+        keeps_order: False if an edit may make another of the tokens that are left the most likely one.
     """
 
     def __init__(self, vocab_size: int, *, may_guess: bool = True) -> None:
         self.likely: Sequence[int] = ()
         self.may_guess = may_guess
+        self.keeps_order = True
         self._vocab_size = vocab_size
-        self._is_open = False
+        self.is_open = False
         self._only: set[int] | None = None
         self._masks: list[Words] = []
         self._forbidden: set[int] = set()
@@ -53,9 +56,13 @@ class AllowedTokens:
         """Forbid tokens."""
         self._forbidden.update(token_ids)
 
+    def edit_values(self) -> None:
+        """Note that logits of tokens that are left are edited, but stay finite."""
+        self.keeps_order = False
+
     def leave_open(self) -> None:
         """Leave the decision to the logits: something that uses their values, or may overflow, edits the row."""
-        self._is_open = True
+        self.is_open = True
 
     def expect(self, token_ids: Sequence[int]) -> None:
         """Leave the decision to the logits, and guess the tokens that come next, in order."""
@@ -69,7 +76,7 @@ class AllowedTokens:
 
     def at_most(self, count: int) -> list[int] | None:
         """Return the tokens that are left; None if they are more, or if the logits decide."""
-        if self._is_open:
+        if self.is_open:
             return None
         left = self._masked(count) if self._only is None else [token for token in self._only if self._is_set(token)]
         if left is None:
@@ -105,7 +112,8 @@ class DecidesTokens(Protocol):
     def restrict(self, row: int, allowed: AllowedTokens) -> None:
         """Forbid what the next `apply` would set to -inf, given the current tokens of the live output list.
 
-        Its other edits must leave finite logits finite, and those at -inf as they are; else it leaves the row open.
+        Its other edits must leave finite logits finite, and those at -inf as they are; else it leaves the row open. If
+        they may change which logit is the largest, it calls `edit_values`.
         """
         ...
 

@@ -70,6 +70,19 @@ class Draft(NamedTuple):
     is_certain: bool
 
 
+class FewTokens(NamedTuple):
+    """The only tokens that `sample` may return for a row.
+
+    Attributes:
+        token_ids: the tokens.
+        takes_largest: True if it returns the one with the largest logit, the lowest id of a tie, if all these logits
+            are finite.
+    """
+
+    token_ids: Sequence[int]
+    takes_largest: bool
+
+
 class ShippedStage(Protocol):
     """The batch processor of step 5: `ShippedProcessors` or a replacement."""
 
@@ -229,7 +242,7 @@ class Sampler:
                 drafts[row] = Draft(each.likely, is_certain=False)
         return drafts
 
-    def few_allowed(self, rows: Iterable[int]) -> dict[int, list[int]]:
+    def few_allowed(self, rows: Iterable[int]) -> dict[int, FewTokens]:
         """Return the tokens that steps 1 to 6 of the next `sample` do not set to -inf, if they are few.
 
         Other logits make no difference to what `sample` returns, but for raw log-probabilities and traces.
@@ -241,8 +254,12 @@ class Sampler:
             The tokens by row, for those of the rows that have at most `_FEW`.
         """
         allowed = {row: AllowedTokens(self._vocab_size, may_guess=False) for row in rows}
-        found = {row: each.at_most(_FEW) for row, each in self._restricted(allowed).items()}
-        return {row: tokens for row, tokens in found.items() if tokens is not None}
+        params = self._batch.prepared.params
+        return {
+            row: FewTokens(tokens, takes_largest=params[row].greedy and each.keeps_order)
+            for row, each in self._restricted(allowed).items()
+            if (tokens := each.at_most(_FEW)) is not None
+        }
 
     def _restricted(self, allowed: dict[int, AllowedTokens]) -> dict[int, AllowedTokens]:
         """Forbid the tokens that the next `sample` would forbid, given the current tokens of the output lists."""
@@ -255,7 +272,7 @@ class Sampler:
         return allowed
 
     def skip(self, rows: Iterable[int]) -> None:
-        """Count the processors' calls for certain tokens of some rows, which are taken without `sample`.
+        """Count the processors' calls for tokens of some rows that are taken without `sample`.
 
         Before the tokens are appended to the live output lists.
         """

@@ -6,8 +6,9 @@ import copy
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Collection
 from hashlib import sha256
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from llguidance import LLMatcher
 
@@ -24,6 +25,13 @@ _MAX_REFUSALS = 4096
 _MAX_WAITING = 128
 """Grammars of a tenant that may wait for a checker."""
 _Made = TypeVar("_Made")
+
+
+class TokenText(NamedTuple):
+    """A token and its bytes."""
+
+    token_id: int
+    text: bytes
 
 
 class GrammarCompiler:
@@ -57,6 +65,7 @@ class GrammarCompiler:
         count = num_checkers or max(2, len(os.sched_getaffinity(0)) // 4)
         self._checkers = [GrammarChecker(arguments, deadline, patience) for _ in range(count)]
         self._slots = FairSlots(self._checkers, _MAX_WAITING)
+        self._texts: dict[int, bytes] = {}
         self._lock = threading.Lock()
         self._compiled = _Recent[LLMatcher](max_grammars)
         self._refused = _Recent[str](_MAX_REFUSALS)
@@ -65,6 +74,22 @@ class GrammarCompiler:
     def mask_words(self) -> int:
         """Number of 32-bit words of a mask."""
         return (self._tokenizer.vocab_size + 31) // 32
+
+    def longest_token(self, token_ids: Collection[int]) -> TokenText | None:
+        """Return the longest of some tokens if all others are its beginnings; None for special tokens."""
+        texts = [self._text_of(token) for token in token_ids]
+        longest = max(texts, key=len, default=b"")
+        if not all(text and longest.startswith(text) for text in texts):
+            return None
+        return next((TokenText(*each) for each in zip(token_ids, texts, strict=True) if each[1] is longest), None)
+
+    def _text_of(self, token: int) -> bytes:
+        """Return the bytes of a token; none if it is special."""
+        text = self._texts.get(token)
+        if text is None:
+            is_special = self._tokenizer.is_special_token(token)
+            text = self._texts[token] = b"" if is_special else self._tokenizer.decode_bytes([token])
+        return text
 
     def tokens_of_beginning(self, text: bytes) -> list[int]:
         """Return the tokens of a text, without those at its end that may become others when it continues."""

@@ -25,12 +25,14 @@ class GrammarCursor:
 
     Attributes:
         matcher: the matcher at the end of the output.
+        num_slow: masks that took long to compute, counted by the caller.
     """
 
     def __init__(
         self, matcher: LLMatcher, eos_token_ids: frozenset[int], after: Collection[tuple[int, ...]] = ()
     ) -> None:
         self.matcher = matcher.deep_copy()
+        self.num_slow = 0
         self._eos_token_ids = eos_token_ids
         self._after = after
         self._tokens: list[int] = []
@@ -74,16 +76,17 @@ class GrammarCursor:
         known = len(self._tokens)
         if known > len(output) or (known and output[known - 1] != self._tokens[-1]):
             known = common_length(self._tokens, output)
-            self._truncate(known)
+            self.remove(len(self._tokens) - known)
         if known < len(output):
             self._keep_masks(range(known, known + len(self._removed) + 1))
         for token in output[known:]:
-            self._read(token)
+            self.read(token)
 
     def _keep_masks(self, positions: range) -> None:
         self._masks = {position: words for position, words in self._masks.items() if position in positions}
 
-    def _read(self, token: int) -> None:
+    def read(self, token: int) -> None:
+        """Read one more token."""
         if self._removed and self._removed.pop(0) != token:
             self._removed.clear()
             self._keep_masks(range(len(self._tokens) + 1))
@@ -102,8 +105,9 @@ class GrammarCursor:
         self._matched += fits
         return fits
 
-    def _truncate(self, kept: int) -> None:
-        """Remove all tokens but the first `kept`."""
+    def remove(self, count: int) -> None:
+        """Remove the last tokens."""
+        kept = len(self._tokens) - count
         self._removed = self._tokens[kept:] + self._removed
         del self._tokens[kept:]
         if self._refused is not None and kept <= self._refused:

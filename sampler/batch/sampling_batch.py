@@ -229,6 +229,8 @@ class SamplingBatch:
     def restrict(self, row: int, allowed: AllowedTokens) -> None:
         """Forbid what the parameters of a row forbid, given the current tokens of its live output list."""
         state = self._rows[row]
+        if state.counts is not None:
+            allowed.edit_values()
         if state.allowed is not None:
             allowed.keep_mask(state.allowed)
         if state.bad_words is not None:

@@ -35,7 +35,7 @@ from .async_engine import AsyncEngine, finish_step
 from .engine import Engine
 from .engine_thread import EngineThread
 from .processor_setup import (
-    add_reasoning_grammar,
+    add_grammar,
     load_batch_processors,
     make_executor,
     make_library,
@@ -86,8 +86,7 @@ def _build(
 ) -> AsyncEngine:
     """Build the engine on its thread, and start it."""
     reasoning = _reasoning_config(config, loaded)
-    if reasoning is not None:
-        add_reasoning_grammar(registry, reasoning)
+    add_grammar(registry, reasoning, loaded)
     model = _model_info(config, loaded)
     library = make_library(config, loaded, registry, executor)
     metrics = EngineMetrics(model, library.installed_digests, MOST_NAMES if config.names_in_metrics else 0)

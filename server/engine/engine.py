@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +17,7 @@ from logitship.sampler.batch.persistent_batch import PersistentBatch, adjacent_s
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
 from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.processors.processor_groups import group_key, uses_of
-from logitship.sampler.sampler import NonFiniteLogitsError, NoTokenLeftError, Sampler, SamplerOutput
+from logitship.sampler.sampler import FewTokens, NonFiniteLogitsError, NoTokenLeftError, Sampler, SamplerOutput
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.model.kv_cache import PrefixCacheStats
 from logitship.server.model.model_runner import ModelRunner
@@ -161,8 +162,12 @@ class Engine:
             self._end_all_running()
         self.num_steps += 1
         num_positions = positions(chunk.sequence for chunk in plan.decode)
-        self._shares.observe_step(self._clock.seconds_without_processors, plan.num_prompt_tokens, num_positions)
-        if self.num_forced == forced_before:
+        num_forced = self.num_forced - forced_before
+        # Forced tokens cost what prompt tokens do.
+        self._shares.observe_step(
+            self._clock.seconds_without_processors, plan.num_prompt_tokens + num_forced, num_positions
+        )
+        if not num_forced:
             self._scheduler.observe(plan, self.num_accepted - accepted_before, time.perf_counter() - plan.started_at)
 
     def _schedule(self) -> Plan:
@@ -207,7 +212,8 @@ class Engine:
         with self._clock.schedule:
             members = self._batch.members
             rows = [row for row, sequence in enumerate(members) if not isinstance(sequence, Beam)]
-            runs = self._forced.find(members, rows, self._scheduler.chunked_prefill_size - plan.num_prompt_tokens)
+            budget = self._shares.num_prompt_tokens(self._scheduler.chunked_prefill_size) - plan.num_prompt_tokens
+            runs = self._forced.find(members, rows, max(0, budget))
             return plan.with_forced(runs) if runs else plan
 
     def _forward(self, plan: Plan) -> StepLogits:
@@ -287,9 +293,9 @@ class Engine:
         depth: int,
         drafts: Mapping[int, ScheduledChunk],
     ) -> list[int]:
-        """Give some rows their next tokens, those that are certain or else sampled ones.
+        """Give some rows their next tokens: sampled ones, unless a look at few logits decides.
 
-        A certain token is sampled nevertheless if its logit is not finite, which is an error.
+        A row is sampled nevertheless if one of these logits is not finite, which may be an error.
 
         Args:
             members: the sequences of the batch at the beginning of the step.
@@ -302,32 +308,41 @@ class Engine:
             The rows that have a new token and are still running.
         """
         chosen = range(len(members)) if rows is None else rows
-        certain = _certain(drafts, depth)
-        logits = self._logits_of(chosen, step_logits, depth, certain)
-        places = [place for place, row in enumerate(chosen) if row in certain]
-        if places:
-            found = logits[places, [certain[chosen[place]] for place in places]]
-            places = [place for place, is_finite in zip(places, found.isfinite().tolist(), strict=True) if is_finite]
-        if not places:
-            return self._deliver(members, chosen, self._run_sampler(logits, rows))
-        running = self._deliver_certain(members, {chosen[place]: certain[chosen[place]] for place in places})
-        others = sorted(set(range(len(chosen))) - set(places))
+        few = self._few_tokens(step_logits.incomplete(depth, chosen), depth, drafts)
+        tokens = self._largest_of(few, step_logits, depth)
+        running = self._deliver_unsampled(members, tokens) if tokens else []
+        others = [row for row in chosen if row not in tokens]
         if others:
-            sampled = [chosen[place] for place in others]
-            running += self._deliver(members, sampled, self._run_sampler(logits[others], sampled))
+            with self._clock.forward:
+                logits = step_logits.of(depth, others, {row: each.token_ids for row, each in few.items()})
+            running += self._deliver(members, others, self._run_sampler(logits, others if tokens else rows))
         return sorted(running)
 
-    def _logits_of(
-        self, rows: Row[int], step_logits: StepLogits, depth: int, certain: Mapping[int, int]
-    ) -> torch.Tensor:
-        """Return float32 [rows, vocab]. Where a token is certain, or a mask leaves few, all others may be -inf."""
-        incomplete = step_logits.incomplete(depth, rows)
+    def _few_tokens(
+        self, incomplete: Row[int], depth: int, drafts: Mapping[int, ScheduledChunk]
+    ) -> dict[int, FewTokens]:
+        """Return the tokens that may be sampled, for those of some rows for which they are few."""
+        if not incomplete:
+            return {}
+        certain = {row for row in incomplete if depth in drafts[row].certain}
         with self._clock.sample:
-            few = self._sampler.few_allowed([row for row in incomplete if row not in certain]) if incomplete else {}
-        with self._clock.forward:
-            return step_logits.of(depth, rows, {**few, **{row: [certain[row]] for row in incomplete if row in certain}})
+            few = self._sampler.few_allowed([row for row in incomplete if row not in certain])
+        return {**few, **{row: FewTokens([drafts[row].drafts[depth]], takes_largest=True) for row in certain}}
 
-    def _deliver_certain(self, members: list[Sequence], tokens: Mapping[int, int]) -> list[int]:
+    def _largest_of(self, few: Mapping[int, FewTokens], step_logits: StepLogits, depth: int) -> dict[int, int]:
+        """Return the tokens that `sample` would return by row, as far as a look at few logits decides."""
+        token_ids = {row: each.token_ids for row, each in few.items() if each.takes_largest and each.token_ids}
+        if not token_ids:
+            return {}
+        with self._clock.forward:
+            logits = step_logits.single(depth, token_ids)
+        return {
+            row: min(zip(logits[row], tokens, strict=True), key=lambda pair: (-pair[0], pair[1]))[1]
+            for row, tokens in token_ids.items()
+            if all(map(math.isfinite, logits[row]))
+        }
+
+    def _deliver_unsampled(self, members: list[Sequence], tokens: Mapping[int, int]) -> list[int]:
         """Append tokens by row. What their processors did, or would do, is in them."""
         self._sampler.skip(tokens)
         output = SamplerOutput([*tokens.values()], [None] * len(tokens), [], [None] * len(tokens))
@@ -442,15 +457,6 @@ class Engine:
         for use in uses_of(sequence.sampling_params):
             use.drop_fork()
         self._scheduler.remove(sequence)
-
-
-def _certain(drafts: Mapping[int, ScheduledChunk], depth: int) -> dict[int, int]:
-    """Return the certain tokens at a depth of the drafts by row, unless the sampler has to return more than tokens."""
-    return {
-        row: chunk.drafts[depth]
-        for row, chunk in drafts.items()
-        if depth in chunk.certain and not chunk.sequence.sampling_params.has_records
-    }
 
 
 def _public(record: RowLogprobs) -> TokenLogprobs:

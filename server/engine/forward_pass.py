@@ -6,6 +6,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Sequence as Row
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 import torch
 
@@ -115,13 +116,24 @@ class StepLogits:
         """Return those of the rows of a depth whose logits are computed when they are asked for."""
         return [row for row in rows if self._places[depth][row] >= len(self._complete)]
 
+    def single(self, depth: int, token_ids: Mapping[int, Row[int]]) -> dict[int, list[float]]:
+        """Return the logits of some tokens of incomplete rows of a depth, by row."""
+        values = iter(self._some(depth, token_ids).tolist())
+        return {row: list(islice(values, len(tokens))) for row, tokens in token_ids.items()}
+
+    def _some(self, depth: int, token_ids: Mapping[int, Row[int]]) -> torch.Tensor:
+        """Return the logits of some tokens of incomplete rows of a depth, float32 [tokens], row by row."""
+        places = [self._places[depth][row] for row, tokens in token_ids.items() for _ in tokens]
+        flat = [token for tokens in token_ids.values() for token in tokens]
+        return self._output.some(torch.tensor(places), torch.tensor(flat))
+
     def of(self, depth: int, rows: Row[int], few: Mapping[int, Row[int]]) -> torch.Tensor:
         """Return the logits of some rows of a depth, once; may be edited in place.
 
         Args:
             depth: number of draft tokens before.
             rows: rows of the batch, ascending.
-            few: for some of the incomplete rows, the tokens that are needed. The others are -inf.
+            few: for some incomplete rows, the tokens that are needed. The others are -inf.
 
         Returns:
             float32 [rows, vocab].
@@ -137,11 +149,12 @@ class StepLogits:
                 out.copy_(self._complete[place])
             elif row not in few:
                 out.copy_(self._output.rows(place, place + 1)[0])
-        numbers = {row: number for number, row in enumerate(rows)}
-        found = [(numbers[row], places[numbers[row]], token) for row, tokens in few.items() for token in tokens]
-        if found:
-            of_row, of_place, tokens = torch.tensor(found).T
-            logits[of_row, tokens] = self._output.some(of_place, tokens)
+        few = {row: few[row] for row in rows if few.get(row)}
+        if few:
+            numbers = {row: number for number, row in enumerate(rows)}
+            of_row = torch.tensor([numbers[row] for row, tokens in few.items() for _ in tokens])
+            columns = torch.tensor([token for tokens in few.values() for token in tokens])
+            logits[of_row, columns] = self._some(depth, few)
         return logits
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
@@ -65,9 +66,12 @@ def make_registry(plugins: list[Plugin], trees: Mapping[str, TokenTree]) -> Regi
     return registry
 
 
-def add_reasoning_grammar(registry: Registry, reasoning: ReasoningConfig) -> None:
-    """Make the grammar processor aware of the model's reasoning markers."""
-    registry.add(GrammarProcessor.name, GrammarProcessor, partial(GrammarProcessor, ReasoningMarkers.of(reasoning)))
+def add_grammar(registry: Registry, reasoning: ReasoningConfig | None, loaded: LoadedModel) -> None:
+    """Make the grammar processor aware of the model's reasoning markers, and create its tokenizer early."""
+    processor = GrammarProcessor(None if reasoning is None else ReasoningMarkers.of(reasoning))
+    with contextlib.suppress(ValueError):  # each request with a grammar is refused with this error
+        processor.load_tokenizer(model_view(loaded))
+    registry.add(GrammarProcessor.name, GrammarProcessor, lambda: processor)
 
 
 def start_zygote(config: ServerConfig) -> ZygoteProcess | None:

@@ -10,6 +10,7 @@ Assumption: the logits of certain tokens are finite. The engine looks at them af
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Row
 from contextlib import contextmanager
@@ -64,9 +65,19 @@ class ForcedRuns:
         Args:
             members: the sequences of the batch, in row order.
             rows: the rows to look at.
-            budget: most tokens of all runs.
+            budget: most tokens of all runs. Tenants get equal parts, or what they need.
         """
-        rows = [row for row in rows if _may_be_forced(members[row].sampling_params)] if self._max_run else []
+        by_tenant: defaultdict[str, list[int]] = defaultdict(list)
+        for row in rows if self._max_run else ():
+            if _may_be_forced(members[row].sampling_params):
+                by_tenant[members[row].tenant].append(row)
+        runs: dict[Sequence, ForcedRun] = {}
+        for place, of_tenant in enumerate(sorted(by_tenant.values(), key=len)):
+            left = budget - sum(len(run.token_ids) for run in runs.values())
+            runs |= self._find(members, of_tenant, left // (len(by_tenant) - place))
+        return runs
+
+    def _find(self, members: Row[Sequence], rows: Row[int], budget: int) -> dict[Sequence, ForcedRun]:
         runs: dict[Sequence, ForcedRun] = {}
         with _restored(members, rows):
             while rows and budget > 0:

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from logitship.builtin_processors import grammar as grammar_module
 from logitship.builtin_processors.grammar import MAX_GRAMMAR_LENGTH, GrammarProcessor, mask_tokens
 from logitship.builtin_processors.parts.token_sequence import TokenSequence
 from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
@@ -383,10 +384,77 @@ def test_text_that_begins_with_a_special_token(processor: GrammarProcessor, new_
     row = new_row(structural_tag={"format": begin})
     restricted = AllowedTokens(VOCAB_SIZE)
     processor.restrict([row.params], [restricted])
-    assert restricted.likely[0] == THINK
+    assert restricted.single() == THINK
     assert allowed(processor, row) == [{THINK}]
     assert sample(processor, row, random.Random(0))
     assert row.output[0] == THINK
+
+
+def likely(processor: GrammarProcessor, row: Row) -> AllowedTokens:
+    """Return what the processor says about the row's next token, and check that it leaves no trace."""
+    restricted = AllowedTokens(VOCAB_SIZE)
+    processor.restrict([row.params], [restricted])
+    fresh = row.fork()
+    fresh.params["__req__"].state = {}
+    assert allowed(processor, row) == allowed(processor, fresh)
+    return restricted
+
+
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        ({"regex": "abdabdb"}, "abdabd"),  # the last letter may be a part of a token
+        ({"regex": "abdabd[bc]"}, "abdabd"),
+        ({"regex": "abd[ab]b"}, "abd"),
+        ({"regex": "[ab]d"}, ""),
+        ({"regex": "a*d"}, ""),
+        ({"regex": "d?"}, ""),
+    ],
+)
+def test_likely_text(
+    processor: GrammarProcessor, new_row: Callable[..., Row], params: dict[str, Any], text: str
+) -> None:
+    row = new_row(**params)
+    row.output.extend(likely(processor, row).likely)
+    assert row.text == text
+
+
+def ambiguous(texts: str) -> str:
+    """Return a grammar whose only text is long, and found by the parser in very many ways."""
+    rules = [f"r{n} ::= r{n + 1} r{n + 1} | r{n + 1} r{n + 1} r{n + 1}" for n in range(30)]
+    return "\n".join(["root ::= r0", *rules, f'r30 ::= "{texts}"'])
+
+
+@pytest.mark.parametrize("params", [{"ebnf": ambiguous("ab")}, {"regex": "a{100000}"}, {"choice": ["abc" * 10_000]}])
+def test_long_texts_are_not_looked_for_to_their_ends(
+    processor: GrammarProcessor, new_row: Callable[..., Row], params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All others wait meanwhile."""
+    row = new_row(**params)
+    masks, fill = [0], GrammarProcessor._fill
+
+    def counting(self: GrammarProcessor, words: Any, matchers: list[Any]) -> dict[int, float]:
+        masks[0] += len(matchers)
+        return fill(self, words, matchers)
+
+    monkeypatch.setattr(GrammarProcessor, "_fill", counting)
+    restricted = AllowedTokens(VOCAB_SIZE)
+    processor.restrict([row.params], [restricted])
+    assert 0 < len(restricted.likely) <= masks[0] <= 17
+
+
+def test_slow_masks_are_not_looked_at_ahead(
+    processor: GrammarProcessor, new_row: Callable[..., Row], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, other = (new_row(choice=["abcabcabcabcabcabcabc"]) for _ in range(2))
+    assert likely(processor, other).likely
+    monkeypatch.setattr(grammar_module, "_SLOW_SECONDS", -1.0)
+    for _ in range(3):
+        (tokens,) = allowed(processor, row)
+        row.output.append(max(tokens, key=lambda token: len(TEXTS[token])))
+    restricted = likely(processor, row)
+    assert restricted.is_open
+    assert not restricted.likely
 
 
 def test_no_rows(processor: GrammarProcessor) -> None:

@@ -17,6 +17,7 @@ import torch
 
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.sampler import Sampler, SamplerOutput
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.forward_pass import StepLogits
@@ -292,6 +293,36 @@ def test_guesses_of_a_grammar_are_verified(
     assert found.num_forced >= 5
 
 
+@pytest.mark.parametrize(
+    ("params", "is_sampled"),
+    [
+        ({}, False),
+        ({"min_tokens": 10, "bad_words_token_ids": [[9, 9]]}, False),
+        ({"temperature": 1.0, "seed": 3}, True),
+        ({"logit_bias": {50: 1.0}}, True),
+        ({"frequency_penalty": 0.5}, True),
+        ({"logprobs": 0}, True),
+    ],
+)
+def test_guesses_of_greedy_requests_need_no_sampler(
+    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], is_sampled: bool
+) -> None:
+    """Unless something edits the logits of the few tokens that a mask leaves, or all logits are asked for."""
+    sample, num_sampled = Sampler.sample, 0
+
+    def counting(sampler: Sampler, logits: torch.Tensor, rows: Sequence[int] | None = None) -> SamplerOutput:
+        nonlocal num_sampled
+        num_sampled += len(logits)
+        return sample(sampler, logits, rows)
+
+    monkeypatch.setattr(Sampler, "sample", counting)
+    request = replace(forcing("fill"), processors=(named("grammar", choice=["the delivery is late"]),))
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 40, "eos_token_ids": frozenset({EOS})} | params)
+    found = alone(make_engine(), replace(request, sampling_params=sampling))
+    assert found.text == "the delivery is late"
+    assert num_sampled == len(found.token_ids) if is_sampled else num_sampled < 5
+
+
 def test_installed_batch_processor_may_do_anything(make_engine: BuildEngine) -> None:
     engine = make_engine(logits_processors=(AddsNothing,))
     request = replace(forcing("fill"), processors=(named("grammar", choice=["the delivery is late"]),))
@@ -321,14 +352,21 @@ def test_logits_that_are_not_finite(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, isolation: str, way: str
 ) -> None:
     """A model's logit of a certain token is NaN: what happens is the same as one by one."""
-    of = StepLogits.of
+    of, single = StepLogits.of, StepLogits.single
 
     def broken(*args: Any) -> torch.Tensor:
         logits = of(*args)
         logits[:, 45] = math.nan
         return logits
 
+    def broken_single(logits: StepLogits, depth: int, token_ids: dict[int, list[int]]) -> dict[int, list[float]]:
+        return {
+            row: [math.nan if token == 45 else value for token, value in zip(token_ids[row], values, strict=True)]
+            for row, values in single(logits, depth, token_ids).items()
+        }
+
     monkeypatch.setattr(StepLogits, "of", broken)
+    monkeypatch.setattr(StepLogits, "single", broken_single)
     found = [
         alone(make_engine(processor_isolation=isolation, max_forced_run=most), request)
         for request in (forcing(way), replace(forcing(way), processors=(named("grammar", regex="[a-c]{4}(hijk)*m+"),)))
