@@ -14,7 +14,7 @@ import torch
 from logitship.sampler.allowed_tokens import MOST_EDITED, AllowedTokens
 from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
-from logitship.sampler.device_tensor import TokenPositions, copies_to, token_positions
+from logitship.sampler.device_tensor import ToDevice, TokenPositions, copies_to, token_positions
 from logitship.sampler.ops.rows import row_parts
 from logitship.sampler.sampling_params import SamplingParams
 
@@ -102,10 +102,48 @@ def _short_output(
     return state if state.missing > 0 and len(stop_token_ids) > 0 else None
 
 
-@dataclass(frozen=True, eq=False)
+_MANY_BIASES = 2048
+"""Biases of a row beyond which they are added as a vector: single positions take ten times as long each."""
+
+
+@dataclass(eq=False)
 class _Biases:
     token_ids: npt.NDArray[np.int64]
     values: npt.NDArray[np.float32]
+    _vector: torch.Tensor | None = None
+
+    def vector(self, vocab_size: int, to_device: ToDevice) -> torch.Tensor:
+        """Return the bias of each token on the device, float32 [vocab]."""
+        if self._vector is None:
+            vector = np.zeros(vocab_size, dtype=np.float32)
+            vector[self.token_ids] = self.values
+            self._vector = to_device(vector)
+        return self._vector
+
+
+class _PlacedBiases:
+    """The biases of some rows on the device.
+
+    Args:
+        biases: biases by row.
+        to_device: copies arrays.
+    """
+
+    def __init__(self, biases: Mapping[int, _Biases], to_device: ToDevice) -> None:
+        few = {row: each for row, each in biases.items() if len(each.token_ids) <= _MANY_BIASES}
+        self._to_device = to_device
+        self._many = {row: each for row, each in biases.items() if row not in few}
+        self._positions: TokenPositions | None = None
+        if few:
+            self._positions = token_positions({row: each.token_ids for row, each in few.items()}, to_device)
+            self._values = to_device(np.concatenate([each.values for each in few.values()]))
+
+    def add_to(self, logits: torch.Tensor) -> None:
+        """Add the biases, in place: float32 [rows, vocab]."""
+        if self._positions is not None:
+            logits[self._positions] += self._values
+        for row, biases in self._many.items():
+            logits[row] += biases.vector(logits.shape[1], self._to_device)
 
 
 class LogitBiasLogitsProcessor(LogitsProcessor):
@@ -114,6 +152,7 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._to_device = copies_to(device, is_pin_memory)
         self._rows: BatchRows[_Biases] = BatchRows(_biases)
+        self._placed: _PlacedBiases | None = None
 
     def is_argmax_invariant(self) -> bool:
         """False: a bias may make another token the most likely one."""
@@ -121,13 +160,13 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Follow the batch."""
-        if self._rows.update(batch_update) and self._rows:
-            self._positions, self._values = self._on_device(self._rows)
+        if self._rows.update(batch_update):
+            self._placed = _PlacedBiases(self._rows, self._to_device) if self._rows else None
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Add the biases, in place: float32 [rows, vocab]."""
-        if self._rows:
-            logits[self._positions] += self._values
+        if self._placed is not None:
+            self._placed.add_to(logits)
         return logits
 
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
@@ -135,8 +174,7 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
         rows = enumerate(rows_of_drafts(num_draft_tokens))
         biases = {index: self._rows[row] for index, row in rows if row in self._rows}
         if biases:
-            positions, values = self._on_device(biases)
-            logits[positions] += values
+            _PlacedBiases(biases, self._to_device).add_to(logits)
         return logits
 
     def restrict(self, row: int, allowed: AllowedTokens) -> None:
@@ -148,18 +186,9 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
         if not (np.abs(biases.values) < MOST_EDITED).all():
             allowed.leave_open()
 
-    def _on_device(self, biases: Mapping[int, _Biases]) -> tuple[TokenPositions, torch.Tensor]:
-        token_ids = {row: each.token_ids for row, each in biases.items()}
-        values = np.concatenate([each.values for each in biases.values()])
-        return token_positions(token_ids, self._to_device), self._to_device(values)
-
 
 def _biases(params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]) -> _Biases | None:
-    if not params.logit_bias:
-        return None
-    return _Biases(
-        np.array(list(params.logit_bias), dtype=np.int64), np.array(list(params.logit_bias.values()), dtype=np.float32)
-    )
+    return _Biases(*params.bias_arrays) if params.logit_bias else None
 
 
 _PART_SIZE = 2**18

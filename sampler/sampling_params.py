@@ -5,7 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import Any, Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
@@ -194,7 +198,15 @@ class SamplingParams:
         copied = object.__new__(SamplingParams)
         for each in fields(SamplingParams):
             object.__setattr__(copied, each.name, values.get(each.name, getattr(self, each.name)))
+        if copied.logit_bias is self.logit_bias and "bias_arrays" in vars(self):
+            vars(copied)["bias_arrays"] = self.bias_arrays
         return copied
+
+    @cached_property
+    def bias_arrays(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+        """The tokens of `logit_bias`, int64 [n], and their biases, float32 [n]. Takes milliseconds if they are many."""
+        biases = self.logit_bias
+        return np.fromiter(biases, np.int64, len(biases)), np.fromiter(biases.values(), np.float32, len(biases))
 
     @property
     def greedy(self) -> bool:

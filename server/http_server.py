@@ -46,9 +46,11 @@ class HTTPServer(uvicorn.Server):
 
     def __init__(self, engine: AsyncEngine, watchdog: ShutdownWatchdog | None = None) -> None:
         config = engine.config
+        app = create_app(engine)
+        app.openapi()  # takes half a second, in which it would stop all requests later
         super().__init__(
             uvicorn.Config(
-                create_app(engine),
+                app,
                 host=config.host,
                 port=config.port,
                 http=head_timeout_protocol(config.request_body_timeout),

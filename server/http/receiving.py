@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
@@ -39,7 +39,7 @@ else:
 UPLOAD_RATE = 16 << 20
 """Bytes per second that a tenant may upload for long. To receive that much takes a few percent of a core."""
 
-UPLOAD_BURST = 32 << 20
+UPLOAD_BURST = 4 << 20
 """Bytes that a tenant may upload at once before."""
 
 _HEAD_TIMEOUT_RESPONSE = (
@@ -176,6 +176,9 @@ T = TypeVar("T")
 
 LARGE_BODY = 1 << 16
 """Bytes of a body beyond which nothing is done with it on the event loop. Smaller ones take a few milliseconds."""
+
+_REST = 2.0
+"""Rest after the work on a large body, as a multiple of its CPU time."""
 
 SHORT_TEXT = 1 << 11
 """Characters of a text up to which it is tokenized on the event loop, which takes up to two milliseconds."""
@@ -376,7 +379,8 @@ async def _read(request: Request, limit: _BodyLimit, timeout: float, queued: Que
 
 
 def _decode(raw: bytes, queued: QueuedBody, *, max_elements: int, parse: Callable[[Any], T]) -> T:
-    scan = scan_json(raw, max_elements)
+    with _followed_by_rest(raw):
+        scan = scan_json(raw, max_elements)
     if scan.elements > max_elements:
         raise RequestTooLarge(
             f"the request body has more than {max_elements} keys and values (a key counts as 3, a list or an object as "
@@ -386,7 +390,22 @@ def _decode(raw: bytes, queued: QueuedBody, *, max_elements: int, parse: Callabl
         raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
     queued.add(BYTES_PER_ELEMENT * scan.elements)  # before they exist
     queued.depth = scan.max_depth
-    return parse(_loads(raw))
+    with _followed_by_rest(raw):
+        data = _loads(raw)
+    return parse(data)
+
+
+@contextmanager
+def _followed_by_rest(raw: bytes) -> Iterator[None]:
+    """Sleep after the block, for longer than it took, if the body is large.
+
+    Its work holds the GIL, for which each operation of a forward pass waits. Bodies that follow one another would stop
+    the engine for as long as they take together.
+    """
+    began = time.thread_time()
+    yield
+    if len(raw) > LARGE_BODY:
+        time.sleep(_REST * (time.thread_time() - began))
 
 
 def _loads(raw: bytes) -> Any:

@@ -221,6 +221,7 @@ def check(request: GenerationRequest, limits: Limits, body_depth: int | None = N
         _check_depths(request)
     _check_tokens(params.stop_token_ids, "stop_token_ids", limits)
     _check_tokens(params.logit_bias, "logit_bias", limits)
+    _ = params.bias_arrays  # of all continuations, computed off the engine's thread
     _check_tokens(requested, "logprob_token_ids", limits)
     _check_tokens(params.allowed_token_ids or (), "allowed_token_ids", limits)
     _check_tokens([token for word in params.bad_words_token_ids for token in word], "bad_words", limits)

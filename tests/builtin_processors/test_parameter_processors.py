@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,6 +112,27 @@ def test_each_row_gets_its_own_biases() -> None:
         [1.0, 1.0, 1.0, 1.0],
         [1.0, 1.0, 1.0, 8.0],
     ]
+
+
+@pytest.mark.parametrize("count", [10, 3000])
+def test_many_biases_are_added_as_few_are(count: int) -> None:
+    logits = torch.randn(3, 5000)
+    logits[:, 7] = -torch.inf
+    biases = {token: float(np.float32(token / 7)) for token in range(count)}
+    expected = logits.clone()
+    for token, bias in biases.items():
+        expected[0, token] += bias
+        expected[2, token] += bias
+    expected[1, 3] += 2.0
+    params = SamplingParams(logit_bias=biases)
+    processor = LogitBiasLogitsProcessor(None, torch.device("cpu"), False)
+    other = SamplingParams(logit_bias={3: 2.0})
+    processor.update_state(BatchUpdate(3, [], [(0, params, [], []), (1, other, [], []), (2, params, [], [])], []))
+    assert torch.equal(processor.apply(logits.clone()), expected)
+    drafts = processor.apply_with_spec_decode(logits[[0, 0, 1]].clone(), [2, 1, 0])
+    assert torch.equal(drafts[0], expected[0])
+    assert torch.equal(drafts[1], drafts[0])
+    assert torch.equal(drafts[2], expected[1])
 
 
 def test_no_biases_are_a_noop() -> None:

@@ -100,8 +100,8 @@ def test_value_beyond_its_bound_is_refused(path: str, change: dict[str, Any], sa
 
 @pytest.fixture
 def engine(engine: Any) -> Any:
-    """An engine that takes bodies of the default size."""
-    engine.config = replace(engine.config, max_request_bytes=1 << 24)
+    """An engine that takes bodies of the default size, and with more elements than by default."""
+    engine.config = replace(engine.config, max_request_bytes=1 << 24, max_request_elements=1 << 22)
     return engine
 
 
