@@ -1,4 +1,4 @@
-"""Which calls begin at the lowest priority. Whole engines are in `tests/server/engine/test_deferred_calls.py`."""
+"""The priority at which calls begin. Whole engines are in `tests/server/engine/test_deferred_calls.py`."""
 
 from __future__ import annotations
 
