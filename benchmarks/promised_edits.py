@@ -22,6 +22,7 @@ from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode
 from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
 from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.promised_logits.promise import Promise
+from logitship.sampler.promised_logits.promised_memory import Source
 
 BENCHMARK = "promised edits"
 REPEATS = 50
@@ -114,7 +115,7 @@ def fastest(call: Callable[[], object], repeats: int = REPEATS) -> float:
 
 def record(call: Call, rows: int, vocab_size: int, recent: RecentVectors | None = None) -> EditLog:
     """Return the edits of a call on promised logits."""
-    promise = Promise(rows, vocab_size, _no_logits, recent)
+    promise = Promise(Source(rows, vocab_size, _no_logits, recent))
     log = promise.conclude(call(promise.take()))
     promise.end()
     assert isinstance(log, EditLog)

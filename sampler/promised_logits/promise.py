@@ -14,12 +14,6 @@ Guarantees:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-
-from logitship.sampler.edits.logit_edits import RecentVectors
-
 from .promised_memory import Memory, Source
 from .promised_tensor import PromisedLogits, wrap
 from .promised_values import LogitsView
@@ -32,22 +26,14 @@ class Promise:
     """The promised logits of one call.
 
     Args:
-        num_rows, vocab_size: their shape.
-        fetch: waits for them, if their values are used. Returns float32 [num_rows, vocab_size], to be edited in place.
-        vectors: those of earlier calls; None: of this call alone.
+        source: fetches them, if their values are used.
 
     Attributes:
         is_kept: True if the author's code still had a promised tensor when its call ended.
     """
 
-    def __init__(
-        self,
-        num_rows: int,
-        vocab_size: int,
-        fetch: Callable[[], torch.Tensor],
-        vectors: RecentVectors | None = None,
-    ) -> None:
-        self._source = Source(num_rows, vocab_size, fetch, vectors)
+    def __init__(self, source: Source) -> None:
+        self._source = source
         self._memory = Memory(self._source)
         self.is_kept = False
 

@@ -9,6 +9,7 @@ import torch
 from logitship.sampler.author_code.calls import call, guard, take_over
 from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
 from logitship.sampler.promised_logits.promise import Promise
+from logitship.sampler.promised_logits.promised_memory import Source
 
 
 class PromisedCall:
@@ -43,7 +44,7 @@ class PromisedCall:
         guard(lambda: self._edit(function), name=name, shipped_class=shipped_class, in_sandbox=True)
 
     def _edit(self, function: Callable[[torch.Tensor], object]) -> None:
-        promise = Promise(len(self._logits), self._logits.shape[-1], self._fetch, self._vectors)
+        promise = Promise(Source(len(self._logits), self._logits.shape[-1], self._fetch, self._vectors))
         try:
             result = promise.conclude(call(function, promise.take()))
         finally:

@@ -17,6 +17,7 @@ from logitship import LLM, CustomLogitProcessor, ProcessorSerializationError, Ro
 from logitship.client.serialization.loading import load_class
 from logitship.client.serialization.processor_string import PickledProcessor, parse
 from logitship.sampler.promised_logits.promise import Promise
+from logitship.sampler.promised_logits.promised_memory import Source
 from logitship.server.engine.async_engine import AsyncEngine
 
 VOCAB = 12
@@ -32,7 +33,7 @@ def edited(edit: Callable[[Row], None], before: torch.Tensor) -> list[float]:
     """Return a row after an edit: with real logits, and as edits without reading."""
     real = before.clone()
     edit(Row(real, 1, request()))
-    promise = Promise(*before.shape, before.clone)
+    promise = Promise(Source(*before.shape, before.clone))
     promised = promise.take()
     edit(Row(promised, 1, request()))
     assert not promise.was_read

@@ -12,6 +12,7 @@ from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.promised_logits.promise import Promise
+from logitship.sampler.promised_logits.promised_memory import Source
 
 Function = Callable[[torch.Tensor], Any]
 
@@ -56,7 +57,7 @@ def promised(function: Function, logits: torch.Tensor, *, read_first: bool = Fal
         fetched.append(1)
         return real
 
-    promise = Promise(*logits.shape, fetch)
+    promise = Promise(Source(*logits.shape, fetch))
     given = promise.take()
     if read_first:
         given.sum()

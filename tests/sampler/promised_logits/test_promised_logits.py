@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.promised_logits.promise import Promise
+from logitship.sampler.promised_logits.promised_memory import Source
 from logitship.sampler.promised_logits.promised_tensor import PromisedLogits
 
 from .promised import assert_same, bits, eager, example_logits, promised
@@ -353,7 +354,7 @@ class Kept:
     def __init__(self) -> None:
         self.real = example_logits()
         self.num_fetched = 0
-        self.promise = Promise(ROWS, VOCAB, self._fetch)
+        self.promise = Promise(Source(ROWS, VOCAB, self._fetch))
 
     def _fetch(self) -> torch.Tensor:
         self.num_fetched += 1
@@ -412,7 +413,7 @@ def test_too_many_edits_are_not_recorded() -> None:
 
 
 def test_log_of_row_by_row_bans_is_short() -> None:
-    promise = Promise(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB))
+    promise = Promise(Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB)))
 
     def program(logits: torch.Tensor) -> torch.Tensor:
         for row in range(ROWS):
@@ -425,7 +426,7 @@ def test_log_of_row_by_row_bans_is_short() -> None:
 
 
 def test_no_reference_is_left() -> None:
-    promise = Promise(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB))
+    promise = Promise(Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB)))
 
     def program(logits: torch.Tensor) -> torch.Tensor:
         keep = logits[0, IDS].clone()
