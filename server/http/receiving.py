@@ -403,9 +403,11 @@ def _followed_by_rest(raw: bytes) -> Iterator[None]:
     the engine for as long as they take together.
     """
     began = time.thread_time()
-    yield
-    if len(raw) > LARGE_BODY:
-        time.sleep(_REST * (time.thread_time() - began))
+    try:
+        yield
+    finally:
+        if len(raw) > LARGE_BODY:
+            time.sleep(_REST * (time.thread_time() - began))
 
 
 def _loads(raw: bytes) -> Any:

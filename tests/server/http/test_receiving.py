@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -114,6 +117,33 @@ def test_elements_are_counted_before_they_are_built(path: str, engine: Any, monk
         assert "--max-request-elements" in body["error"]["message"]
 
     run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("body", "rests"),
+    [
+        (b'{"text": "%s"}' % (b"a" * LARGE_BODY), 2),
+        (b'{"text": "%s"' % (b"a" * LARGE_BODY), 2),  # no JSON
+        (b"[" * LARGE_BODY + b"]", 1),  # refused before it is decoded
+        (b'{"text": "a"}', 0),
+    ],
+)
+def test_work_on_large_bodies_is_followed_by_a_rest(
+    body: bytes, rests: int, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its thread, for twice the CPU time that it took. Each look at the clock is a second here."""
+    slept: list[float] = []
+    clock = SimpleNamespace(thread_time=itertools.count().__next__, sleep=slept.append, monotonic=time.monotonic)
+    monkeypatch.setattr(receiving, "time", clock)
+    engine.config = replace(engine.config, max_request_bytes=1 << 20)
+
+    async def scenario() -> None:
+        upload = Upload(engine)
+        upload.put(body, more=False)
+        await upload.answer()
+
+    run(scenario())
+    assert slept == [2.0] * rests
 
 
 def test_processor_strings_are_counted_before_they_are_decoded(shipping_client: Any) -> None:
