@@ -236,7 +236,7 @@ class SandboxRun:
         self._edits: GroupEdits | None = None
         self._has_result = False
         self._is_promised = self._is_reading = self._was_read = self._is_retry = self._is_deferred = False
-        self._is_in_call = False
+        self._is_in_call = self._has_low_priority = False
         self._printed = ""
         self._seconds = self._cpu_seconds = self._seconds_waited = 0.0
         self._began = time.perf_counter()
@@ -340,6 +340,7 @@ class SandboxRun:
 
     def lower_priority(self) -> None:
         """See `Run.lower_priority`."""
+        self._has_low_priority = True
         if self._sandbox is not None:
             self._sandbox.lower_priority_of_call()
 
@@ -438,6 +439,8 @@ class SandboxRun:
             return
         if self._is_deferred:
             self._sandbox.defer(backstop)
+        elif self._has_low_priority:
+            self._sandbox.lower_priority_of_call()
         self._is_in_call = True
         self._pending.append(self)
 

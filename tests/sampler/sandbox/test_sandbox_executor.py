@@ -454,6 +454,22 @@ def test_deferred_call_runs_at_the_lowest_priority(executor: SandboxExecutor, ca
     assert nice_of(process) == NORMAL
 
 
+FAILS_FOR_GROUPS = f"if len(logits) > 1: raise ValueError\n{SPINS}"
+
+
+def test_call_keeps_its_lowered_priority(executor: SandboxExecutor, caller: Caller) -> None:
+    processor = executor.load(source(FAILS_FOR_GROUPS))
+    process = sandbox_of(processor)._pid
+    run = executor.group(processor, [caller.attach(processor) for _ in range(2)]).begin(torch.zeros(2, VOCAB))
+    run.lower_priority()
+    values = {nice_of(process)}
+    while not run.wait(0.05):
+        values.add(nice_of(process))
+    assert values == {cpu_time.DEFERRED_NICE}
+    assert not run.finish().faults
+    assert nice_of(process) == NORMAL
+
+
 @pytest.mark.parametrize("body", ["time.sleep(1000)", "while True: pass"])
 def test_cancelled_load_fails_soon_and_runs_at_low_priority(executor: SandboxExecutor, body: str) -> None:
     string = SourceProcessor(HANGS_IN_INIT.format(body=body), "P")
