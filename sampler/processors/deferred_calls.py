@@ -110,14 +110,19 @@ class DeferredCall:
     read: Callable[[ProcessorGroup, torch.Tensor, RunOutcome], dict[int, ProcessorFault]]
 
 
-class _Tenants(dict[str, str]):
-    """The tenants of some processors, by their names."""
+@dataclass
+class _LastCall:
+    """What is known of a processor's last call.
 
-    def add(self, group: ProcessorGroup) -> None:
-        """Add the processor of a group, if need be in place of all others."""
-        if len(self) >= _MOST_KNOWN:
-            self.clear()
-        self[group.processor.group_name] = group.processor.tenant
+    Attributes:
+        tenant: owner of the processor.
+        was_deferred: a step did not wait for it.
+        is_long: it used more than `_LONG_CALL`; None: that is not known.
+    """
+
+    tenant: str
+    was_deferred: bool = False
+    is_long: bool | None = None
 
 
 class DeferredCalls:
@@ -138,10 +143,10 @@ class DeferredCalls:
         self._calls: list[DeferredCall] = []
         self._saved: dict[ProcessorUse, SavedRow] = {}
         self._busy: set[str] = set()
-        self._slow = _Tenants()
-        self._long = _Tenants()
-        self._short = _Tenants()
+        self._last: dict[str, _LastCall] = {}
+        """By the name of the processor."""
         self._tried: set[str] = set()
+        """Tenants with a new processor that began at the normal priority in this step."""
 
     def left(self, group: ProcessorGroup) -> float:
         """Return how long the current step still waits for a call of a group, in seconds; see `StepPatience.left`."""
@@ -150,36 +155,43 @@ class DeferredCalls:
 
     def is_slow(self, group_name: str) -> bool:
         """Return whether the last call of a processor was deferred."""
-        return group_name in self._slow
+        return group_name in self._last and self._last[group_name].was_deferred
 
     def ended_in_time(self, group: ProcessorGroup) -> None:
         """Record that a step did not have to defer a call of a group."""
-        self._slow.pop(group.processor.group_name, None)
-        self._set_long(group, is_long=False)
+        last = self._last_call(group)
+        last.was_deferred = last.is_long = False
 
-    def _set_long(self, group: ProcessorGroup, *, is_long: bool) -> None:
-        known, other = (self._long, self._short) if is_long else (self._short, self._long)
-        other.pop(group.processor.group_name, None)
-        known.add(group)
+    def _last_call(self, group: ProcessorGroup) -> _LastCall:
+        name = group.processor.group_name
+        if name not in self._last and len(self._last) >= _MOST_KNOWN:
+            self._last.clear()
+        return self._last.setdefault(name, _LastCall(group.processor.tenant))
 
     def begin_step(self) -> None:
         """Begin a step."""
         self._tried.clear()
 
-    def may_take_long(self, group: ProcessorGroup) -> bool:
-        """Return whether a call of a group should begin at the lowest priority, because others run meanwhile.
+    def begun(self, group: ProcessorGroup, run: Run) -> None:
+        """Let a call that has begun go on at the lowest priority if it may take long, and others run meanwhile.
 
-        So it should if its last call took long. If that is not known yet, one call per tenant and step shows it, and
-        none if another processor of the tenant takes long: else each of many new processors would take a core from the
+        It may if the last call took long. If that is not known yet, one call per tenant and step shows it, and none
+        while another processor of the tenant takes long: else each of many new processors would take a core from the
         model until it is deferred.
         """
-        name, tenant = group.processor.group_name, group.processor.tenant
-        if not self.patience.is_limited or name in self._short:
-            return False
-        if name in self._long or tenant in self._long.values() or tenant in self._tried:
+        if self.patience.is_limited and self._may_take_long(group):
+            run.lower_priority()
+
+    def _may_take_long(self, group: ProcessorGroup) -> bool:
+        tenant, last = group.processor.tenant, self._last.get(group.processor.group_name)
+        if last is not None and last.is_long is not None:
+            return last.is_long
+        if tenant in self._tried:
             return True
         self._tried.add(tenant)
-        return any(call.group.processor.tenant == tenant for call in self._calls)
+        return any(call.group.processor.tenant == tenant for call in self._calls) or any(
+            other.tenant == tenant and other.is_long for other in self._last.values()
+        )
 
     def __len__(self) -> int:
         """Return the number of calls that have not ended."""
@@ -205,9 +217,8 @@ class DeferredCalls:
     def add(self, call: DeferredCall) -> None:
         """Take over a call from its step."""
         self._calls.append(call)
-        name = call.group.processor.group_name
-        self._busy.add(name)
-        self._slow.add(call.group)
+        self._busy.add(call.group.processor.group_name)
+        self._last_call(call.group).was_deferred = True
         self.num_deferred += 1
 
     def save(self, owner: ProcessorUse, row: SavedRow) -> None:
@@ -237,7 +248,7 @@ class DeferredCalls:
         self._calls.remove(call)
         self._busy.discard(call.group.processor.group_name)
         outcome = call.run.finish()
-        self._set_long(call.group, is_long=outcome.occupied > _LONG_CALL)
+        self._last_call(call.group).is_long = outcome.occupied > _LONG_CALL
         call.group.count(outcome)
         self.patience.charge(call.group.processor.tenant, outcome.seconds)
         faults = call.read(call.group, call.logits, outcome)

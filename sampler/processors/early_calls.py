@@ -230,8 +230,7 @@ class EarlyCalls:
         run = group.executor_group.promise()
         if run is None:
             return None
-        if self._deferred.may_take_long(group):
-            run.lower_priority()
+        self._deferred.begun(group, run)
         call = EarlyCall(group, run, self._vocab_size)
         self._calls |= dict.fromkeys(map(_key, group.members), call)
         self._open.append(call)

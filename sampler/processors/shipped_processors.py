@@ -288,8 +288,7 @@ class ShippedProcessors(LogitsProcessor):
             else:
                 spent = self._spent.get(group.processor.tenant, 0.0)
                 run = group.executor_group.begin(logits.rows_of(group), spent)
-                if self._calls.may_take_long(group):
-                    run.lower_priority()
+                self._calls.begun(group, run)
             begun.append((group, run))
         return begun
 

@@ -55,6 +55,21 @@ class EndedRun:
         return RunOutcome(seconds=1.0, occupied=self.seconds)
 
 
+class BegunRun:
+    """A call that notes whether its priority was lowered."""
+
+    is_low = False
+
+    def lower_priority(self) -> None:
+        self.is_low = True
+
+
+def begins_low(calls: DeferredCalls, of: ProcessorGroup) -> bool:
+    run = BegunRun()
+    calls.begun(of, cast(Any, run))
+    return run.is_low
+
+
 def group(name: str, tenant: str = "a") -> ProcessorGroup:
     return cast(ProcessorGroup, Group(tenant, name))
 
@@ -70,18 +85,18 @@ def defer(calls: DeferredCalls, of: ProcessorGroup, cpu_seconds: float) -> None:
 
 
 def test_one_new_processor_of_a_tenant_is_tried_in_a_step(calls: DeferredCalls) -> None:
-    assert [calls.may_take_long(group(name)) for name in "xyz"] == [False, True, True]
-    assert not calls.may_take_long(group("x", "b"))
+    assert [begins_low(calls, group(name)) for name in "xyz"] == [False, True, True]
+    assert not begins_low(calls, group("x", "b"))
     calls.begin_step()
-    assert not calls.may_take_long(group("y"))
+    assert not begins_low(calls, group("y"))
 
 
 def test_short_ones_are_not_affected_by_others(calls: DeferredCalls) -> None:
     calls.ended_in_time(group("short"))
     defer(calls, group("x"), 1.0)
-    assert calls.may_take_long(group("new"))
-    assert not calls.may_take_long(group("short"))
-    assert not calls.may_take_long(group("new", "b"))
+    assert begins_low(calls, group("new"))
+    assert not begins_low(calls, group("short"))
+    assert not begins_low(calls, group("new", "b"))
 
 
 @pytest.mark.parametrize(("cpu_seconds", "is_long"), [(0.001, False), (0.8, True)])
@@ -89,17 +104,17 @@ def test_cpu_time_of_a_deferred_call_decides(calls: DeferredCalls, cpu_seconds: 
     """A short one may be late because the machine is busy."""
     defer(calls, group("x"), cpu_seconds)
     calls.collect()
-    assert calls.may_take_long(group("x")) is is_long
-    assert calls.may_take_long(group("new")) is is_long
+    assert begins_low(calls, group("x")) is is_long
+    assert begins_low(calls, group("new")) is is_long
     calls.ended_in_time(group("x"))
     calls.begin_step()
-    assert not calls.may_take_long(group("x"))
-    assert not calls.may_take_long(group("new"))
+    assert not begins_low(calls, group("x"))
+    assert not begins_low(calls, group("new"))
 
 
 def test_nothing_to_protect(calls: DeferredCalls, monkeypatch: pytest.MonkeyPatch) -> None:
     defer(calls, group("x"), 1.0)
     calls.collect()
     monkeypatch.setattr(Patience, "is_limited", False)
-    assert not calls.may_take_long(group("x"))
+    assert not begins_low(calls, group("x"))
     assert calls.left(group("y")) < math.inf
