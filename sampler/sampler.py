@@ -82,6 +82,13 @@ class FewTokens(NamedTuple):
     token_ids: Sequence[int]
     takes_largest: bool
 
+    def largest(self, logits: Sequence[float]) -> int | None:
+        """Return the token with the largest of its logits, the lowest id of a tie; None if one is not finite."""
+        if not all(map(math.isfinite, logits)):
+            return None
+        largest = max(logits)
+        return min(token for token, logit in zip(self.token_ids, logits, strict=True) if logit == largest)
+
 
 class ShippedStage(Protocol):
     """The batch processor of step 5: `ShippedProcessors` or a replacement."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -336,11 +335,8 @@ class Engine:
             return {}
         with self._clock.forward:
             logits = step_logits.single(depth, token_ids)
-        return {
-            row: min(zip(logits[row], tokens, strict=True), key=lambda pair: (-pair[0], pair[1]))[1]
-            for row, tokens in token_ids.items()
-            if all(map(math.isfinite, logits[row]))
-        }
+        found = {row: few[row].largest(values) for row, values in logits.items()}
+        return {row: token for row, token in found.items() if token is not None}
 
     def _deliver_unsampled(self, members: list[Sequence], tokens: Mapping[int, int]) -> list[int]:
         """Append tokens by row. What their processors did, or would do, is in them."""
