@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from logitship.server.requests.sequence import Sequence
 
-DECODE_SHARE = 0.5
+DECODE_SHARE = 0.65
 """Most time that sequences add to a step while several tenants run, beyond twice what the tenant with the least work
 adds: this part of what a step takes for any number of sequences."""
 
