@@ -206,12 +206,13 @@ class GrammarProcessor(BuiltinProcessor):
 
     def restrict(self, param_list: Sequence[dict[str, Any]], allowed: Sequence[AllowedTokens]) -> None:
         """See `BuiltinProcessor.restrict`."""
-        pairs = [(self._cursor(params), each) for params, each in zip(param_list, allowed, strict=True)]
-        pairs = [(cursor, each) for cursor, each in pairs if not cursor.is_free]
-        for cursor, each in pairs:
+        pairs = []
+        for params, each in zip(param_list, allowed, strict=True):
+            cursor = self._cursor(params)
             if each.may_guess and cursor.num_slow >= _MAX_SLOW:
                 each.leave_open()  # others would wait for all masks of its run in one step
-        pairs = [(cursor, each) for cursor, each in pairs if not each.is_open]
+            elif not cursor.is_free:
+                pairs.append((cursor, each))
         if not pairs:
             return
         for (cursor, each), words in zip(pairs, self._masks([cursor for cursor, _ in pairs]), strict=True):
@@ -302,7 +303,7 @@ class GrammarProcessor(BuiltinProcessor):
             # A slow row cannot be identified here. The next call computes the masks one by one.
             self._was_slow = time.perf_counter() - began > min(_MAX_SECONDS, len(matchers) * _SLOW_SECONDS)
             return {}
-        self._was_slow = self._was_slow and len(matchers) == 1
+        self._was_slow = self._was_slow and len(matchers) == 1  # one row tells nothing about the others
         seconds = {}
         for matcher, row in matchers:
             began = time.thread_time()

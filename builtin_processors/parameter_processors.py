@@ -103,7 +103,8 @@ def _short_output(
 
 
 _MANY_BIASES = 2048
-"""Biases of a row beyond which they are added as a vector: single positions take ten times as long each."""
+"""Biases of a row beyond which they are added as a vector. With 32 rows of a vocabulary of 49,152, both then take about
+0.3 ms on two cores; with eight times as many biases, the vectors still do, and single positions take up to 24 ms."""
 
 
 @dataclass(eq=False)

@@ -29,7 +29,6 @@ class AllowedTokens:
 
     Attributes:
         likely: tokens that probably come next, in order: a guess, which the logits may contradict.
-        is_open: True if the logits decide.
         keeps_order: False if an edit may make another of the tokens that are left the most likely one.
     """
 
@@ -38,7 +37,7 @@ class AllowedTokens:
         self.may_guess = may_guess
         self.keeps_order = True
         self._vocab_size = vocab_size
-        self.is_open = False
+        self._is_open = False
         self._only: set[int] | None = None
         self._masks: list[Words] = []
         self._forbidden: set[int] = set()
@@ -62,7 +61,7 @@ class AllowedTokens:
 
     def leave_open(self) -> None:
         """Leave the decision to the logits: something that uses their values, or may overflow, edits the row."""
-        self.is_open = True
+        self._is_open = True
 
     def expect(self, token_ids: Sequence[int]) -> None:
         """Leave the decision to the logits, and guess the tokens that come next, in order."""
@@ -76,7 +75,7 @@ class AllowedTokens:
 
     def at_most(self, count: int) -> list[int] | None:
         """Return the tokens that are left; None if they are more, or if the logits decide."""
-        if self.is_open:
+        if self._is_open:
             return None
         left = self._masked(count) if self._only is None else [token for token in self._only if self._is_set(token)]
         if left is None:

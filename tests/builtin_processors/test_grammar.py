@@ -453,8 +453,18 @@ def test_slow_masks_are_not_looked_at_ahead(
         (tokens,) = allowed(processor, row)
         row.output.append(max(tokens, key=lambda token: len(TEXTS[token])))
     restricted = likely(processor, row)
-    assert restricted.is_open
+    assert restricted.at_most(VOCAB_SIZE) is None
     assert not restricted.likely
+
+
+def test_text_is_looked_for_in_a_row_that_something_else_leaves_open(
+    processor: GrammarProcessor, new_row: Callable[..., Row]
+) -> None:
+    row = new_row(regex="abdabdb")
+    restricted = AllowedTokens(VOCAB_SIZE)
+    restricted.leave_open()
+    processor.restrict([row.params], [restricted])
+    assert restricted.likely
 
 
 def test_no_rows(processor: GrammarProcessor) -> None:
