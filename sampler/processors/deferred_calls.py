@@ -112,7 +112,7 @@ class DeferredCall:
 
 @dataclass
 class _LastCall:
-    """What is known of a processor's last call.
+    """A processor's last call, as far as it is known.
 
     Attributes:
         tenant: owner of the processor.
