@@ -194,7 +194,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         Flag(("--max-request-bytes",), "maximum size of a request body, in bytes"),
         Flag(
             ("--max-request-elements",),
-            "maximum number of keys and values in a request body; a key counts as 3, a list or an object as 4",
+            "maximum number of keys and values in a request body; "
+            "a string counts as 2, a key, a list or an object as 4",
         ),
         Flag(
             ("--request-body-timeout",),

@@ -383,8 +383,8 @@ def _decode(raw: bytes, queued: QueuedBody, *, max_elements: int, parse: Callabl
         scan = scan_json(raw, max_elements)
     if scan.elements > max_elements:
         raise RequestTooLarge(
-            f"the request body has more than {max_elements} keys and values (a key counts as 3, a list or an object as "
-            "4), the most that this server takes (--max-request-elements): send them in several requests"
+            f"the request body has more than {max_elements} keys and values (a string counts as 2, a key, a list or an "
+            "object as 4), the most that this server takes (--max-request-elements): send them in several requests"
         )
     if scan.max_depth > MAX_DEPTH:
         raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")

@@ -131,7 +131,7 @@ def test_elements_are_counted_before_they_are_built(path: str, engine: Any, monk
 def test_work_on_large_bodies_is_followed_by_a_rest(
     body: bytes, rests: int, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its thread, for twice the CPU time that it took. Each look at the clock is a second here."""
+    """The thread rests for twice the CPU time that it took. Each look at the clock is a second here."""
     slept: list[float] = []
     clock = SimpleNamespace(thread_time=itertools.count().__next__, sleep=slept.append, monotonic=time.monotonic)
     monkeypatch.setattr(receiving, "time", clock)

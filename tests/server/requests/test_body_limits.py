@@ -25,8 +25,8 @@ def elements_of(value: Any) -> int:
     if isinstance(value, list):
         return 4 + max(0, len(value) - 1) + sum(map(elements_of, value))
     if isinstance(value, dict):
-        return 4 + max(0, len(value) - 1) + 3 * len(value) + sum(map(elements_of, value.values()))
-    return 0
+        return 4 + max(0, len(value) - 1) + 4 * len(value) + sum(map(elements_of, value.values()))
+    return 1 if isinstance(value, str) else 0
 
 
 def depth_of(value: Any) -> int:
@@ -51,15 +51,15 @@ def test_counts_match_the_decoded_value(value: Any, block: int, ascii_only: bool
     [
         (rb"", 1),
         (rb"5", 1),
-        (rb'"a,b,[{"', 1),
-        (rb'"\",\",["', 1),
-        (rb'"\\",[', 6),
-        (rb'["\\\"", ","]', 6),
-        (rb'{"a": [1, 2]}', 13),
-        ('"é,\u2028,"'.encode(), 1),
+        (rb'"a,b,[{"', 2),
+        (rb'"\",\",["', 2),
+        (rb'"\\",[', 7),
+        (rb'["\\\"", ","]', 8),
+        (rb'{"a": [1, 2]}', 14),
+        ('"é,\u2028,"'.encode(), 2),
     ],
 )
-def test_only_what_is_outside_strings_counts(text: bytes, elements: int) -> None:
+def test_only_strings_and_what_is_outside_them_count(text: bytes, elements: int) -> None:
     assert scan_json(text, MANY).elements == elements
 
 
