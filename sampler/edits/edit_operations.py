@@ -8,7 +8,7 @@ that are independent of each other form layers, so that few operations can apply
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import copysign
+from math import copysign, isfinite
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -134,7 +134,7 @@ def may_forbid_most(edits: GroupEdits, vocab_size: int) -> bool:
     return any(
         (isinstance(edit, Fill | PutMask) and edit.value == -np.inf)
         or isinstance(edit, PutRows)
-        or (isinstance(edit, EditRows) and isinstance(edit.operand, np.ndarray))
+        or (isinstance(edit, EditRows) and (isinstance(edit.operand, np.ndarray) or not isfinite(edit.operand)))
         or (isinstance(edit, Put) and len(edit.positions) >= vocab_size - 1)
         for edit in edits
     )

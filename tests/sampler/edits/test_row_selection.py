@@ -80,6 +80,13 @@ def test_finite_tokens_hold_for_all_logits(data: st.DataObject) -> None:
     assert torch.equal(result.isneginf(), ~expected)
 
 
+def test_forced_token_after_adding_minus_infinity_to_a_row_is_noticed() -> None:
+    log = EditLog(1, VOCAB)
+    log.edit_rows([0], "+", -math.inf)
+    log.put([3], 1.0)
+    assert may_forbid_most(log.edits, VOCAB)
+
+
 @settings(max_examples=400)
 @given(st.data())
 def test_what_forbids_all_but_one_token_is_noticed(data: st.DataObject) -> None:
