@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
@@ -207,10 +207,13 @@ class RequestWork:
         return await self.pool.run(self.tenant, function, *args, **kwargs)
 
     async def run_if_large(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function whose time depends on the size of the body: on a thread if that is large, else here."""
+        """Call a function whose time depends on the size of the body: on a thread if that is large, else here.
+
+        The thread rests afterwards.
+        """
         if self.body_size <= LARGE_BODY:
             return function(*args, **kwargs)
-        return await self.run(function, *args, **kwargs)
+        return await self.run(_followed_by_rest(function), *args, **kwargs)
 
     def is_short(self, text: str) -> bool:
         """Return whether a text may be tokenized on the event loop. A large body may have thousands of short texts."""
@@ -263,7 +266,11 @@ async def received_json(
     request: Request, engine: AsyncEngine, parse: Callable[[Any], T]
 ) -> AsyncIterator[ReceivedBody[T]]:
     """Receive a JSON body, and parse what was decoded: as `received`."""
-    decode = partial(_decode, max_elements=engine.config.max_request_elements, parse=parse)
+
+    async def decode(raw: bytes, work: RequestWork, queued: QueuedBody) -> T:
+        data = await _decode(raw, work, queued, engine.config.max_request_elements)
+        return await work.run_if_large(parse, data)
+
     async with _received(request, engine, engine.config.max_request_bytes, decode) as body:
         yield body
 
@@ -275,7 +282,7 @@ async def received_processor(
     """Receive a processor string, and parse it: as `received`, within `--max-processor-size`."""
     limit = engine.config.max_processor_size
     flag = f"{MAX_PROCESSOR_SIZE_FLAG}; {LARGE_PROCESSOR_ADVICE}"
-    async with _received(request, engine, limit, lambda raw, queued: parse(raw), flag) as body:
+    async with _received(request, engine, limit, lambda raw, work, _: work.run_if_large(parse, raw), flag) as body:
         yield body
 
 
@@ -283,13 +290,17 @@ async def received_processor(
 async def received_artifact(request: Request, engine: AsyncEngine) -> AsyncIterator[ReceivedBody[bytes]]:
     """Receive the bytes of an artifact: as `received`, within `--max-artifact-size`."""
     limit = engine.config.max_artifact_size
-    async with _received(request, engine, limit, lambda raw, queued: raw, flag="--max-artifact-size") as body:
+    async with _received(request, engine, limit, _unparsed, flag="--max-artifact-size") as body:
         yield body
 
 
 @asynccontextmanager
 async def _received(
-    request: Request, engine: AsyncEngine, limit: int, parse: Callable[[bytes, QueuedBody], T], flag: str = ""
+    request: Request,
+    engine: AsyncEngine,
+    limit: int,
+    parse: Callable[[bytes, RequestWork, QueuedBody], Awaitable[T]],
+    flag: str = "",
 ) -> AsyncIterator[ReceivedBody[T]]:
     tenant = caller_of(request).tenant
     queued = engine.queued_bytes.open(tenant)
@@ -297,7 +308,7 @@ async def _received(
         raw = await _read(request, _BodyLimit(limit, flag), engine.config.request_body_timeout, queued)
         async with while_connected(request.receive):
             work = RequestWork(engine.pool, tenant, len(raw))
-            value = await work.run_if_large(parse, raw, queued)
+            value = await parse(raw, work, queued)
             del raw  # the request may run for minutes
             yield ReceivedBody(value, work, queued)
     finally:
@@ -378,9 +389,12 @@ async def _read(request: Request, limit: _BodyLimit, timeout: float, queued: Que
     return bytes(body)
 
 
-def _decode(raw: bytes, queued: QueuedBody, *, max_elements: int, parse: Callable[[Any], T]) -> T:
-    with _followed_by_rest(raw):
-        scan = scan_json(raw, max_elements)
+async def _unparsed(raw: bytes, work: RequestWork, queued: QueuedBody) -> bytes:
+    return raw
+
+
+async def _decode(raw: bytes, work: RequestWork, queued: QueuedBody, max_elements: int) -> Any:
+    scan = await work.run_if_large(scan_json, raw, max_elements)
     if scan.elements > max_elements:
         raise RequestTooLarge(
             f"the request body has more than {max_elements} keys and values (a string counts as 2, a key, a list or an "
@@ -390,24 +404,24 @@ def _decode(raw: bytes, queued: QueuedBody, *, max_elements: int, parse: Callabl
         raise BadRequest(f"the request body is nested deeper than {MAX_DEPTH} levels")
     queued.add(BYTES_PER_ELEMENT * scan.elements)  # before they exist
     queued.depth = scan.max_depth
-    with _followed_by_rest(raw):
-        data = _loads(raw)
-    return parse(data)
+    return await work.run_if_large(_loads, raw)
 
 
-@contextmanager
-def _followed_by_rest(raw: bytes) -> Iterator[None]:
-    """Sleep after the block, for longer than it took, if the body is large.
+def _followed_by_rest(function: Callable[P, T]) -> Callable[P, T]:
+    """Let a function's thread sleep after a call, for longer than the call took.
 
-    Its work holds the GIL, for which each operation of a forward pass waits. Bodies that follow one another would stop
-    the engine for as long as they take together.
+    Work on a large body holds the GIL, for which each operation of a forward pass waits. Bodies that follow one another
+    would stop the engine for as long as they take together.
     """
-    began = time.thread_time()
-    try:
-        yield
-    finally:
-        if len(raw) > LARGE_BODY:
+
+    def rested(*args: P.args, **kwargs: P.kwargs) -> T:
+        began = time.thread_time()
+        try:
+            return function(*args, **kwargs)
+        finally:
             time.sleep(_REST * (time.thread_time() - began))
+
+    return rested
 
 
 def _loads(raw: bytes) -> Any:

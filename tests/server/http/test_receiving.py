@@ -122,7 +122,7 @@ def test_elements_are_counted_before_they_are_built(path: str, engine: Any, monk
 @pytest.mark.parametrize(
     ("body", "rests"),
     [
-        (b'{"text": "%s"}' % (b"a" * LARGE_BODY), 2),
+        (b'{"text": "%s"}' % (b"a" * LARGE_BODY), 5),  # counted, decoded, parsed, and two parts of the request are made
         (b'{"text": "%s"' % (b"a" * LARGE_BODY), 2),  # no JSON
         (b"[" * LARGE_BODY + b"]", 1),  # refused before it is decoded
         (b'{"text": "a"}', 0),
