@@ -33,7 +33,7 @@ from .protocol import (
     Command,
     pack,
 )
-from .zygote_process import ForkedProcess, ZygoteProcess
+from .zygote_process import ForkedProcess, ZygoteProcess, pid_of
 
 _STATUS_TIMEOUT = 0.25
 """Seconds to wait for the wait status of a process whose connection ended."""
@@ -135,7 +135,7 @@ class Sandbox:
             on_failure.callback(memory.close)
             self._process: ForkedProcess = zygote.fork(other_end.fileno(), shared_memory)
             on_failure.callback(os.close, self._process.pidfd)
-            self._pid = _pid(self._process.pidfd)
+            self._pid = pid_of(self._process.pidfd)
             self._clock = ProcessClock(self._pid)
             on_failure.pop_all()
         values = torch.frombuffer(memory, dtype=torch.float32, count=max_rows * vocab_size)
@@ -293,7 +293,8 @@ class Sandbox:
         """Let the call in flight go on at the lowest priority."""
         if self._call is not None and not self._has_low_priority:
             self._has_low_priority = True
-            self.lower_priority(DEFERRED_NICE)
+            if self.is_running:
+                lower_priority(self._pid, DEFERRED_NICE)
 
     def advance(self) -> tuple[Answer, bytes] | None:
         """Send and receive without blocking.
@@ -333,15 +334,12 @@ class Sandbox:
             if self._death is not None:
                 return
             self._death = SandboxDied(kind, reason, dump)
+            if not _is_readable(self._process.pidfd):
+                lower_priority(self._pid, DEFERRED_NICE)  # to free its memory takes milliseconds
             self._process.kill()
             # Wakes up a waiting thread. The descriptors are closed by `close`.
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
-
-    def lower_priority(self, nice: int) -> None:
-        """Give the process this nice value, see `cpu_time`."""
-        if self.is_running:
-            lower_priority(self._pid, nice)
 
     def restore_priority(self) -> None:
         """Give the process the normal priority again."""
@@ -590,9 +588,3 @@ def _sealed_memory(size: int) -> int:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _pid(pidfd: int) -> int:
-    """Return the PID in this process's PID namespace."""
-    with open(f"/proc/self/fdinfo/{pidfd}") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("Pid:"))

@@ -29,7 +29,7 @@ from logitship.sampler.processors.executor import (
     from_bytes,
 )
 
-from .cpu_time import BACKSTOP, LOADING_NICE, FirstCallCredit
+from .cpu_time import BACKSTOP, FirstCallCredit
 from .early_answers import AnswerReceiver
 from .protocol import Answer, Command, load_message
 from .sandbox import Sandbox, SandboxDied
@@ -88,7 +88,6 @@ class SandboxExecutor:
         max_rows: maximum rows of a call.
         vocab_size: width of the logits.
         num_spares: number of sandboxes to start before they are needed.
-        loads_in_background: load at a low priority, because nobody's step waits for loads.
     """
 
     def __init__(
@@ -98,14 +97,10 @@ class SandboxExecutor:
         max_rows: int,
         vocab_size: int,
         num_spares: int = 0,
-        *,
-        loads_in_background: bool = False,
     ) -> None:
         self._zygote = zygote
         self._limits = limits
-        self._shape = max_rows, vocab_size
-        self._loads_in_background = loads_in_background
-        self._spares = SpareSandboxes(self._start_process, num_spares)
+        self._spares = SpareSandboxes(lambda: Sandbox(zygote, max_rows, vocab_size), num_spares)
         self._handles = itertools.count()
         self._sandboxes: set[Sandbox] = set()
         self._unreported: dict[Sandbox, SandboxedProcessor] = {}
@@ -257,18 +252,12 @@ class SandboxExecutor:
                 except BaseException:  # cleanup, then re-raised
                     self._end(sandbox)
                     raise
-            if self._loads_in_background:
+            if self._zygote.in_background:
                 sandbox.restore_priority()
             sandboxed.describe(description)
             if sandboxed.sandbox is not None:
                 self._end(sandboxed.sandbox)
             sandboxed.sandbox = sandbox
-
-    def _start_process(self) -> Sandbox:
-        sandbox = Sandbox(self._zygote, *self._shape)
-        if self._loads_in_background:
-            sandbox.lower_priority(LOADING_NICE)
-        return sandbox
 
     def _take_sandbox(self, sandboxed: SandboxedProcessor) -> Sandbox:
         try:

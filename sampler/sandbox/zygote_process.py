@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.kernel.protections import Protections
 
+from .cpu_time import LOADING_NICE, lower_priority
 from .protocol import Channel, ChannelClosed, ControlMessage
 
 logger = logging.getLogger(__name__)
@@ -106,9 +107,15 @@ class ZygoteProcess:
         names: location (`module:attribute`) of the table of objects that shipped classes may refer to by name.
         max_rows: rows of a sandbox's shared memory.
         memory_limit: bytes that a sandbox may allocate on top of the zygote's address space.
+        in_background: fork, which takes ten milliseconds, and start sandboxes at the priority of `LOADING_NICE`: no
+            step waits for them.
+
+    Attributes:
+        in_background: as given. Who wants a sandbox at the server's priority restores it.
     """
 
-    def __init__(self, *, names: str, max_rows: int, memory_limit: int) -> None:
+    def __init__(self, *, names: str, max_rows: int, memory_limit: int, in_background: bool = False) -> None:
+        self.in_background = in_background
         self._names = names
         self._max_rows = max_rows
         self._memory_limit = memory_limit
@@ -290,6 +297,8 @@ class ZygoteProcess:
             os.close(pidfd)
             raise ZygoteError(_refusal(protections, failures))
         own_end.settimeout(None)
+        if self.in_background:
+            lower_priority(pid_of(pidfd), LOADING_NICE)
         zygote = _RunningZygote(channel, pidfd, protections)
         reader = threading.Thread(target=self._read, args=(zygote,), name="logitship-zygote", daemon=True)
         self._readers = [reader, *(other for other in self._readers if other.is_alive())]
@@ -335,6 +344,12 @@ class ZygoteProcess:
             zygote.statuses.popitem()[1].set_result(None)
         zygote.channel.close()
         _end(zygote.pidfd)
+
+
+def pid_of(pidfd: int) -> int:
+    """Return the PID in this process's PID namespace."""
+    with open(f"/proc/self/fdinfo/{pidfd}") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("Pid:"))
 
 
 def _refusal(protections: Protections, failures: list[str]) -> str:

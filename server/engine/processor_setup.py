@@ -79,7 +79,10 @@ def start_zygote(config: ServerConfig) -> ZygoteProcess | None:
     if not config.enable_custom_logit_processor or config.processor_isolation == "none":
         return None
     zygote = ZygoteProcess(
-        names=SGLANG_NAMES_REFERENCE, max_rows=config.max_num_seqs, memory_limit=config.sandbox_memory
+        names=SGLANG_NAMES_REFERENCE,
+        max_rows=config.max_num_seqs,
+        memory_limit=config.sandbox_memory,
+        in_background=True,
     )
     zygote.start()
     return zygote
@@ -106,7 +109,7 @@ def make_executor(config: ServerConfig, loaded: LoadedModel, zygote: ZygoteProce
         first_step_timeout=config.sandbox_first_step_timeout,
         load_timeout=config.sandbox_load_timeout,
     )
-    return SandboxExecutor(zygote, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES, loads_in_background=True)
+    return SandboxExecutor(zygote, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES)
 
 
 def make_library(

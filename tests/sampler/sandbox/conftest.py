@@ -42,7 +42,7 @@ def model(tokenizer: Tokenizer) -> ModelView:
 
 @pytest.fixture(scope="module")
 def zygote(model: ModelView) -> Iterator[ZygoteProcess]:
-    zygote = ZygoteProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20)
+    zygote = ZygoteProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20, in_background=True)
     zygote.start()
     zygote.set_up(model)
     yield zygote
@@ -54,7 +54,7 @@ def executor(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """An executor on the module's zygote, which outlives it."""
     monkeypatch.setattr(sandbox_executor, "WATCH_INTERVAL", 0.02)
     limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, first_step_timeout=2.0, load_timeout=20.0)
-    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB, loads_in_background=True)
+    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
     with monkeypatch.context() as patch:
         yield executor
         patch.setattr(zygote, "close", lambda: None)

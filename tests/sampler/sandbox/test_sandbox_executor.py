@@ -427,6 +427,12 @@ def nice_of(process: int) -> int:
 NORMAL = nice_of(0)
 
 
+def test_sandboxes_are_forked_at_a_low_priority(zygote: ZygoteProcess) -> None:
+    sandbox = Sandbox(zygote, MAX_ROWS, VOCAB)
+    assert nice_of(sandbox._pid) == max(NORMAL, cpu_time.LOADING_NICE)
+    sandbox.close()
+
+
 def test_loaded_sandbox_has_normal_priority(executor: SandboxExecutor) -> None:
     assert nice_of(sandbox_of(executor.load(source(ADDS)))._pid) == NORMAL
 
