@@ -90,7 +90,9 @@ class StepLayout:
         self._masks: dict[tuple[Segment, int | None], torch.Tensor | None] = {}
         firsts = accumulate((s.length for s in segments), initial=0)
         placed = list(zip(firsts, segments, strict=False))
-        batched = cheapest_batches(placed[: len(decode)])
+        # Prompts of which all but the last token were computed before, for example.
+        few = max((segment.length for segment in decode), default=1)
+        batched = cheapest_batches([each for each in placed if each[1].length <= few])
         self.batches = [DecodeBatch(batch, is_subset, dtype, device) for batch, is_subset in batched]
         in_batches = {first for batch, _ in batched for first, _ in batch}
         self.unbatched = [(first, segment) for first, segment in placed if first not in in_batches]
@@ -168,7 +170,7 @@ class DecodeBatch:
 
 
 def cheapest_batches(placed: Sequence[PackedSegment]) -> list[BatchedSegments]:
-    """Return the decoding sequences that should attend in one call; the others attend one by one.
+    """Return the sequences of few tokens that should attend in one call; the others attend one by one.
 
     Separate calls have an overhead each. One call for all reads as many positions as the longest sequence has, and
     computes as many tokens as the longest draft, for each sequence. So sequences with drafts may get a separate call.

@@ -64,6 +64,14 @@ def test_order_restores_the_packed_row(seed: int) -> None:
     assert tokens.tolist() == [*range(sum(segment.length for segment in segments))]
 
 
+def test_prompts_of_one_token_attend_with_the_decoding_sequences() -> None:
+    cache = SlotCache(CacheShape(1, 12, 1, 64, 1), torch.float32, CPU)
+    decode, prefill = [Segment(0, 9, 1), Segment(1, 7, 1)], [Segment(2, 0, 1), Segment(3, 5, 1), Segment(4, 0, 3)]
+    layout = StepLayout(decode, prefill, cache, torch.float32, CPU)
+    assert [batch.tokens[:, 0].tolist() for batch in layout.batches] == [[0, 1, 2, 3]]
+    assert layout.unbatched == [(4, prefill[2])]
+
+
 def test_mask_shows_each_token_the_positions_before() -> None:
     placed = [(0, Segment(2, 3, 2)), (2, Segment(0, 1, 1))]
     batch = DecodeBatch(placed, False, torch.float32, CPU)
