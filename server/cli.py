@@ -24,9 +24,9 @@ from .doctor import run_doctor_command
 from .flags import FLAG_OF_FIELD, FLAGS, Flag
 from .refusals import StartError
 
-_SWITCH_INTERVAL = 0.0005
-"""Seconds after which a thread must let another run Python code (Python's default is ten times as long). Each operation
-of a forward pass releases the GIL, and would wait that long for it beside a thread that decodes a large body."""
+_SWITCH_INTERVAL = 0.00005
+"""Seconds after which a thread must let another run Python code (Python's default is a hundred times as long). Each of
+the hundreds of operations of a forward pass releases the GIL, and waits that long for it while requests are parsed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
