@@ -17,7 +17,7 @@ from logitship.server.requests.sequence import Sequence
 
 DECODE_SHARE = 0.65
 """Most time that sequences add to a step while several tenants run, beyond twice what the tenant with the least work
-adds: this part of what a step takes for any number of sequences."""
+adds: this part of what a step takes for any number of sequences. In a step with prompts, down to half as much."""
 
 SEQUENCE_COST = 128
 """Cost of a sequence without its positions, in positions: about 1 ms beside 6 microseconds, a model of 135 million
@@ -84,11 +84,12 @@ class DecodeShares:
     _saved: dict[str, float] = field(default_factory=dict)
     """Seconds of its shares that each tenant has not used."""
 
-    def select(self, sequences: Row[Sequence]) -> list[Sequence]:
+    def select(self, sequences: Row[Sequence], prompts: float = 0.0) -> list[Sequence]:
         """Return the sequences that take part in the next step, in the same order.
 
         Args:
             sequences: those of several tenants that could. Only decoding ones are left out.
+            prompts: seconds that the prompts of the step will take.
         """
         decoding: dict[str, list[Sequence]] = {}
         for sequence in sequences:
@@ -96,7 +97,8 @@ class DecodeShares:
                 decoding.setdefault(sequence.tenant, []).append(sequence)
         costs = {tenant: self._cost(own) for tenant, own in decoding.items()}
         least = min(costs.values(), default=0.0)
-        most = max(DECODE_SHARE * self.time.base + 2 * least, len(costs) * least)
+        share = DECODE_SHARE * self.time.base
+        most = max(share - min(prompts, share / 2) + 2 * least, len(costs) * least)
         if len(costs) < 2 or sum(costs.values()) <= most:
             self._saved.clear()
             return list(sequences)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from logitship.sampler.processors.deferred_calls import DeferredCalls
@@ -148,6 +148,11 @@ class TenantShares:
         affordable = int(PROMPT_SHARE * self._usual_step / self._prompt_token)
         return min(most, max(PROMPT_BLOCK, affordable // PROMPT_BLOCK * PROMPT_BLOCK))
 
+    def prompt_seconds(self, sequences: Iterable[Sequence]) -> float:
+        """Return about how long the prompts of these sequences will take in the next step."""
+        wanted = sum(one.num_prompt - one.num_computed for one in sequences if one.prefilling)
+        return self._prompt_token * self.num_prompt_tokens(wanted)
+
     def split_prompt_tokens(self, budget: int, wanted: Mapping[str, int]) -> dict[str, int]:
         """Divide the prompt tokens of a step between tenants. Each gets as many, or all that it wants.
 
@@ -239,7 +244,7 @@ class StepSelection:
         over = {tenant for tenant in {one.tenant for one in ready} if self._shares.is_over(tenant)}
         if over:
             ready = [one for one in ready if one.tenant not in over or not _ships(one)] or ready
-        return self._shares.decode.select(ready)
+        return self._shares.decode.select(ready, self._shares.prompt_seconds(ready))
 
 
 def _ships(sequence: Sequence) -> bool:

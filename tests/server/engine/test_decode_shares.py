@@ -40,8 +40,8 @@ def shares() -> DecodeShares:
     return DecodeShares(StepTime(PER_POSITION, BASE))
 
 
-def select(shares: DecodeShares, running: list[Running]) -> list[Running]:
-    chosen: list[Any] = shares.select(running)  # type: ignore[arg-type]
+def select(shares: DecodeShares, running: list[Running], prompts: float = 0.0) -> list[Running]:
+    chosen: list[Any] = shares.select(running, prompts)  # type: ignore[arg-type]
     return chosen
 
 
@@ -82,6 +82,15 @@ def test_one_tenant_has_all_of_a_step(shares: DecodeShares) -> None:
 def test_short_sequences_are_not_held_up(shares: DecodeShares) -> None:
     running = [Running("a", 50), *(Running("b", 60) for _ in range(28))]
     assert select(shares, running) == running
+
+
+@pytest.mark.parametrize(("prompts", "share"), [(0.0, 1.0), (0.002, 1 - 0.002 / (DECODE_SHARE * BASE)), (1.0, 0.5)])
+def test_prompts_take_up_to_half_of_the_share(shares: DecodeShares, prompts: float, share: float) -> None:
+    few = Running("a", 50)
+    many = [Running("b", 1000) for _ in range(28)]
+    chosen = [len(select(shares, [few, *many], prompts)) - 1 for _ in range(1000)]
+    seconds_of_many = sum(chosen) / len(chosen) * PER_POSITION * (1000 + SEQUENCE_COST)
+    assert seconds_of_many == pytest.approx(share * DECODE_SHARE * BASE + PER_POSITION * (50 + SEQUENCE_COST), rel=0.02)
 
 
 def test_tenants_with_as_much_work_are_not_held_up(shares: DecodeShares) -> None:

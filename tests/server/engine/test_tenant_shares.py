@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -53,6 +55,28 @@ def test_all_calls_of_a_step_have_one_deadline(shares: TenantShares, clock: Cloc
     assert shares.left("a") == 0.0
     shares.begin_step({"a", "b"})
     assert shares.left("a") == pytest.approx(PROCESSOR_WAIT * 0.2)
+
+
+@dataclass(eq=False)
+class Running:
+    """A sequence, as far as its prompt counts."""
+
+    num_prompt: int
+    num_computed: int
+
+    @property
+    def prefilling(self) -> bool:
+        return self.num_computed < self.num_prompt - 1
+
+
+def test_time_of_prompts(shares: TenantShares) -> None:
+    shares.observe_step(0.1)
+    shares.observe_step(0.1 + 0.032, num_prompt_tokens=32)
+    shares.begin_step(["a", "b"])
+    running: list[Any] = [Running(8, 9), Running(10, 2), Running(4, 0)]
+    assert shares.prompt_seconds(running) == pytest.approx(12 * 0.001)
+    running.append(Running(1000, 0))  # as much as a step computes
+    assert shares.prompt_seconds(running) == pytest.approx(shares.num_prompt_tokens(1000) * 0.001)
 
 
 def test_short_steps_wait_at_least_some_time(shares: TenantShares) -> None:
