@@ -156,6 +156,9 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._num_copied = 0
         """Positions that were copied since the last step was planned."""
+        self._prefix_turns: dict[str, int] = {}
+        """For each tenant, the number of the last cached prefix that was copied for it."""
+        self._num_prefixes = 0
 
     @property
     def most_tokens(self) -> int:
@@ -187,7 +190,10 @@ class Scheduler:
 
     def _prompt_chunks(self, selected: list[Sequence], budget: int) -> list[ScheduledChunk]:
         """Plan at most `budget` prompt tokens, divided fairly between tenants."""
-        computing = list(computing_prompts(selected, self.running))
+        # Else the copies of one tenant would hold up the prompts of another in every step.
+        computing = sorted(
+            computing_prompts(selected, self.running), key=lambda sequence: self._prefix_turns.get(sequence.tenant, 0)
+        )
         wanted = Counter[str]()
         for sequence in computing:
             wanted[sequence.tenant] += sequence.num_prompt - sequence.num_computed
@@ -263,8 +269,11 @@ class Scheduler:
         before = sequence.num_computed
         wanted = sequence.prompt_token_ids[: sequence.num_restorable]
         sequence.num_computed = self.prefixes.restore(sequence.tenant, wanted, sequence.slot, before)
-        sequence.num_copied += sequence.num_computed - before
-        self._num_copied += sequence.num_computed - before
+        if copied := sequence.num_computed - before:
+            sequence.num_copied += copied
+            self._num_copied += copied
+            self._num_prefixes += 1
+            self._prefix_turns[sequence.tenant] = self._num_prefixes
 
     def _keep_prompts(self) -> None:
         """Add the prompts that were completed since the last step to the prefix cache."""

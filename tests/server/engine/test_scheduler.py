@@ -9,7 +9,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine import scheduler
 from logitship.server.engine.scheduler import Scheduler
 from logitship.server.engine.tenant_shares import TenantShares
-from logitship.server.model.kv_cache import CacheShape, SlotCache
+from logitship.server.model.kv_cache import CacheShape, PrefixCache, SlotCache
 from logitship.server.requests.messages import FinishReason, GenerationChunk, TokenLogprobs
 from logitship.server.requests.sequence import Sequence
 from logitship.server.tokenizer import Tokenizer
@@ -32,11 +32,13 @@ class ScriptedEngine:
         chunk_size: int,
         shares: TenantShares | None = None,
         reserved_slots: int = 0,
+        num_blocks: int = 0,
     ) -> None:
         self._tokenizer = tokenizer
         shape = CacheShape(num_layers=2, num_slots=num_slots, num_kv_heads=1, max_len=MAX_LEN, head_dim=1)
         self._cache = SlotCache(shape, torch.float64, torch.device("cpu"))
-        self.scheduler = Scheduler(self._cache, chunk_size, shares=shares, reserved_slots=reserved_slots)
+        prefixes = PrefixCache(self._cache, num_blocks)
+        self.scheduler = Scheduler(self._cache, chunk_size, prefixes, shares=shares, reserved_slots=reserved_slots)
         self.prompt_tokens: dict[str, int] = {}
         self.sampled: set[tuple[str, int]] = set()
         self.chunks: list[GenerationChunk] = []
@@ -47,14 +49,17 @@ class ScriptedEngine:
         return [*self.scheduler.running, *self.scheduler.waiting]
 
     def add(self, rid: str, n: int, prompt: list[int], max_tokens: int, *, tenant: str = "") -> list[Sequence]:
-        """Queue the sequences of a request. Its prompt log-probabilities are the tokens themselves."""
+        """Queue the sequences of a request. Its prompt log-probabilities are the tokens themselves.
+
+        With a prefix cache, it has none: their tokens would not be taken from there.
+        """
         sequences = [
             Sequence(
                 rid=rid,
                 index=index,
                 names=frozenset({rid}),
                 prompt_token_ids=prompt,
-                sampling_params=SamplingParams(prompt_logprobs=0),
+                sampling_params=SamplingParams(prompt_logprobs=None if self.scheduler.prefixes.stats().capacity else 0),
                 max_tokens=max_tokens,
                 tokenizer=self._tokenizer,
                 sink=self.chunks.append,
@@ -111,7 +116,7 @@ class ScriptedEngine:
         for number, layer in enumerate((*self._cache.keys, *self._cache.values)):
             expected = [_mark(number, position, token_id) for position, token_id in enumerate(history)]
             assert layer[sequence.slot, 0, : len(history), 0].tolist() == expected
-        if not sequence.output_token_ids:
+        if not sequence.output_token_ids and sequence.sampling_params.prompt_logprobs is not None:
             # All but the last token, which is only there if this sequence computed the prompt.
             records = [record.token_id for record in sequence.prompt_logprobs]
             assert records[: sequence.num_prompt - 1] == sequence.prompt_token_ids[:-1]
@@ -298,6 +303,28 @@ def test_prompts_are_copied_one_per_step_beside_other_tenants(
     engine.run()
     assert engine.prompt_tokens["many"] == 40 + 5  # each computes its last one
     assert engine.sampled == {("many", index) for index in range(6)}
+
+
+def test_cached_prompts_of_one_tenant_do_not_hold_up_those_of_another(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "COPIED_POSITIONS", 20)
+    shares = TenantShares()
+    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, shares=shares, num_blocks=8)
+    engine.add("first", 1, prompt_of(40), 1, tenant="a")
+    engine.run()
+    for number in range(6):
+        engine.add(f"cached{number}", 1, prompt_of(40), 20, tenant="a")
+    begun = []
+    for _ in range(4):
+        shares.begin_step({"a", "b"})
+        engine.step()
+        begun.append(sorted(engine.prompt_tokens.keys() - {"first"}))
+        if len(begun) == 1:
+            engine.add("other", 1, prompt_of(20, begin=50), 20, tenant="b")
+    cached = [f"cached{number}" for number in range(4)]
+    assert begun == [cached[:1], [*cached[:2], "other"], [*cached[:3], "other"], [*cached, "other"]]
+    engine.run()
 
 
 def test_copies_that_wait_when_their_source_ends(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
