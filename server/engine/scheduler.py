@@ -117,7 +117,8 @@ class Scheduler:
     * The prompt of a request is computed once for all its continuations, see the module docstring.
     * A prefix of an earlier sequence of the tenant is not computed again while it is in `prefixes`.
     * A step computes at most `chunked_prefill_size` prompt tokens, which bounds the delay that a long prompt causes to
-      running sequences. While several tenants run, it also begins no copy of a prompt after `COPIED_POSITIONS`.
+      running sequences. While several tenants run, it also begins no copy of a prompt after `COPIED_POSITIONS`. A
+      tenant that this leaves out is first in one of the next steps.
 
     Args:
         cache: where the slots are.
@@ -156,9 +157,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._num_copied = 0
         """Positions that were copied since the last step was planned."""
-        self._prefix_turns: dict[str, int] = {}
-        """For each tenant, the number of the last cached prefix that was copied for it."""
-        self._num_prefixes = 0
+        self._left_out: set[str] = set()
+        """Tenants of which no prompt goes on, because steps have copied enough for others."""
 
     @property
     def most_tokens(self) -> int:
@@ -190,23 +190,34 @@ class Scheduler:
 
     def _prompt_chunks(self, selected: list[Sequence], budget: int) -> list[ScheduledChunk]:
         """Plan at most `budget` prompt tokens, divided fairly between tenants."""
-        # Else the copies of one tenant would hold up the prompts of another in every step.
         computing = sorted(
-            computing_prompts(selected, self.running), key=lambda sequence: self._prefix_turns.get(sequence.tenant, 0)
+            computing_prompts(selected, self.running), key=lambda sequence: sequence.tenant not in self._left_out
         )
         wanted = Counter[str]()
         for sequence in computing:
             wanted[sequence.tenant] += sequence.num_prompt - sequence.num_computed
         left = self._shares.split_prompt_tokens(budget, wanted)
         chunks: list[ScheduledChunk] = []
+        left_out = {sequence.tenant for sequence in computing} & self._left_out
         for sequence in computing:
-            if left[sequence.tenant] and (sequence.num_computed or self._may_copy or not chunks):
-                # In every step: a sequence ahead of it may just have computed the same prefix.
-                self._restore_prefix(sequence)
-                chunk = ScheduledChunk(sequence, sequence.next_tokens(left[sequence.tenant]))
-                left[sequence.tenant] -= len(chunk.token_ids)
-                chunks.append(chunk)
+            if not left[sequence.tenant]:
+                continue
+            if chunks and not self._may_copy and self._needs_copy(sequence):
+                left_out.add(sequence.tenant)
+                continue
+            # In every step: a sequence ahead of it may just have computed the same prefix.
+            self._restore_prefix(sequence)
+            chunk = ScheduledChunk(sequence, sequence.next_tokens(left[sequence.tenant]))
+            left[sequence.tenant] -= len(chunk.token_ids)
+            chunks.append(chunk)
+        self._left_out = left_out - {chunk.sequence.tenant for chunk in chunks}
         return chunks
+
+    def _needs_copy(self, sequence: Sequence) -> bool:
+        """Return whether the first tokens of a prompt are in the prefix cache, and not in the sequence's slot."""
+        if sequence.num_computed:
+            return False
+        return self.prefixes.has_prefix(sequence.tenant, sequence.prompt_token_ids[: sequence.num_restorable])
 
     def _without_chunk(self, chunks: list[ScheduledChunk]) -> list[Sequence]:
         if len(chunks) == len(self.running):
@@ -247,6 +258,8 @@ class Scheduler:
 
     def _share_prompts(self) -> None:
         needing = [sequence for sequence in self.running if sequence.needs_prompt]
+        if self._left_out:
+            needing = [sequence for sequence in needing if sequence.tenant in self._left_out]
         if not needing:
             return
         sources = {sequence.request_key: sequence for sequence in self.running if not sequence.needs_prompt}
@@ -269,11 +282,8 @@ class Scheduler:
         before = sequence.num_computed
         wanted = sequence.prompt_token_ids[: sequence.num_restorable]
         sequence.num_computed = self.prefixes.restore(sequence.tenant, wanted, sequence.slot, before)
-        if copied := sequence.num_computed - before:
-            sequence.num_copied += copied
-            self._num_copied += copied
-            self._num_prefixes += 1
-            self._prefix_turns[sequence.tenant] = self._num_prefixes
+        sequence.num_copied += sequence.num_computed - before
+        self._num_copied += sequence.num_computed - before
 
     def _keep_prompts(self) -> None:
         """Add the prompts that were completed since the last step to the prefix cache."""

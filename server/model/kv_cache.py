@@ -181,6 +181,10 @@ class PrefixCache:
             layer[slot, :, first * BLOCK_SIZE : length] = pool[indices].transpose(0, 1).flatten(1, 2)
         return length
 
+    def has_prefix(self, tenant: str, token_ids: Sequence[int]) -> bool:
+        """Return whether `restore` would copy something to an empty slot."""
+        return next(_keys(tenant, token_ids), None) in self._blocks
+
     def keep(self, tenant: str, token_ids: Sequence[int], slot: int) -> None:
         """Cache the blocks of a sequence that are not cached yet.
 

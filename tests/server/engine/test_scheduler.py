@@ -305,25 +305,30 @@ def test_prompts_are_copied_one_per_step_beside_other_tenants(
     assert engine.sampled == {("many", index) for index in range(6)}
 
 
-def test_cached_prompts_of_one_tenant_do_not_hold_up_those_of_another(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("is_cached", [False, True])
+@pytest.mark.parametrize("n", [1, 6])
+def test_copies_for_one_tenant_do_not_hold_up_the_prompts_of_another(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, n: int, is_cached: bool
 ) -> None:
-    monkeypatch.setattr(scheduler, "COPIED_POSITIONS", 20)
+    """One tenant has requests with a cached prompt, or one request with many continuations."""
+    monkeypatch.setattr(scheduler, "COPIED_POSITIONS", 16)
     shares = TenantShares()
     engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, shares=shares, num_blocks=8)
     engine.add("first", 1, prompt_of(40), 1, tenant="a")
+    engine.add("cached" if is_cached else "else", 1, prompt_of(20, begin=50 if is_cached else 90), 1, tenant="b")
     engine.run()
-    for number in range(6):
-        engine.add(f"cached{number}", 1, prompt_of(40), 20, tenant="a")
+    many = [one for number in range(6 // n) for one in engine.add(f"many{number}", n, prompt_of(40), 20, tenant="a")]
     begun = []
-    for _ in range(4):
+    for _ in range(5):
         shares.begin_step({"a", "b"})
         engine.step()
-        begun.append(sorted(engine.prompt_tokens.keys() - {"first"}))
+        begun.append((sum(one.num_computed > 0 for one in many), "other" in engine.prompt_tokens))
         if len(begun) == 1:
             engine.add("other", 1, prompt_of(20, begin=50), 20, tenant="b")
-    cached = [f"cached{number}" for number in range(4)]
-    assert begun == [cached[:1], [*cached[:2], "other"], [*cached[:3], "other"], [*cached, "other"]]
+    if is_cached:
+        assert begun == [(1, False), (2, False), (2, True), (3, True), (4, True)]
+    else:
+        assert begun == [(1, False), (2, True), (3, True), (4, True), (5, True)]
     engine.run()
 
 
