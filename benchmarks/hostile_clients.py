@@ -197,6 +197,32 @@ async def stop_strings(at: Attacker) -> None:
 
 
 @attack
+async def largest_bodies(at: Attacker) -> None:
+    """Requests with as much of everything as the server takes: bad words, stop strings, messages, parameters, trees."""
+    limits = {"max_tokens": 4, "ignore_eos": True}
+    tree = {"start_token_id": 0, "end_token_id": 1}
+    prefixes = {"0": list(range(2, 45_000))} | {f"0_{n}": [1] for n in range(2, 45_000)}
+    bodies = [
+        ("/v1/completions", {"prompt": "a", **limits, "bad_words": [f"{n:x}" + "b" * 250 for n in range(1024)]}),
+        ("/v1/completions", {"prompt": "a", **limits, "stop": [f"{n:x}" + "s" * 1000 for n in range(1024)]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}] * (1 << 14), **limits}),
+        ("/generate", {"text": "a", "sampling_params": {"max_new_tokens": 4, "custom_params": {"a": [[]] * 100_000}}}),
+        (
+            "/v1/completions",
+            {
+                "prompt": "a",
+                **limits,
+                "logits_processors": [
+                    {"processor": {"name": "tree"}, "params": {"tree": {**tree, "prefix_dict": prefixes}}}
+                ],
+            },
+        ),
+    ]
+    encoded = [(path, dumps(body)) for path, body in bodies]
+    await at.all(8, lambda number: at.post(*encoded[number % len(encoded)]))
+
+
+@attack
 async def logit_bias(at: Attacker) -> None:
     """Requests with a bias for each token of the vocabulary, for many continuations."""
     body = dumps({"prompt": "a", "max_tokens": 50, "n": 8, "logit_bias": {str(n): 1.0 for n in range(49_000)}})
