@@ -253,10 +253,10 @@ def test_sequences_that_take_turns(
     left_out = 0
     select = DecodeShares.select
 
-    def counted(shares: DecodeShares, sequences: Any) -> list[Any]:
+    def counted(shares: DecodeShares, sequences: Any, prompts: float) -> list[Any]:
         nonlocal left_out
         shares.time = StepTime(per_position=1.0, base=1.0)  # the tenant with the least work decides
-        chosen = select(shares, sequences)
+        chosen = select(shares, sequences, prompts)
         left_out += len(sequences) - len(chosen)
         return chosen
 
