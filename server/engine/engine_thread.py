@@ -33,6 +33,9 @@ IDLE = 1.0
 LONG_IDLE = 20.0
 """Seconds after that, after which it is freed again: what other threads do for requests may take longer."""
 
+_FULL_COLLECTION = 100
+"""Collections of the middle generation before a full one; Python's default is 10."""
+
 
 class Steppable(Protocol):
     """An engine, as far as its thread needs it."""
@@ -161,10 +164,12 @@ def freeze_objects() -> None:
     """Leave what exists now out of all later garbage collections. For the end of a start.
 
     Half a million objects of libraries and the model take the collector a quarter of a second, in which no other thread
-    runs Python.
+    runs Python. Those of what is left take as long while large requests run, and so are ten times as rare. An idle
+    engine collects everything anyway.
     """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTION)
 
 
 def trim_freed_memory() -> bool:
