@@ -241,6 +241,40 @@ def test_random_schedules(tokenizer: Tokenizer) -> None:
         assert all(sequence.slot is None for sequence in added)
 
 
+def test_random_schedules_of_tenants(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cached prompts, copies and aborts of three tenants: each of them goes on every few steps."""
+    monkeypatch.setattr(scheduler, "COPIED_POSITIONS", 16)
+    for seed in range(60):
+        rng = random.Random(seed)
+        shares = TenantShares()
+        shares.observe_step(0.1)
+        shares.observe_step(0.1 + 0.002, num_prompt_tokens=1)  # 16 prompt tokens a step
+        engine = ScriptedEngine(
+            tokenizer, num_slots=32, chunk_size=64, shares=shares, num_blocks=rng.choice([0, 4, 20])
+        )
+        added: list[Sequence] = []
+        idle = dict.fromkeys("abc", 0)
+        while len(added) < 40 or engine.unfinished:
+            if len(added) < 40 and (rng.random() < 0.3 or not engine.unfinished):
+                tenant = rng.choice("aaabc")
+                prompt = prompt_of(rng.choice([3, 17, 40]), begin=rng.choice([4, 50]))
+                added += engine.add(
+                    f"r{len(added)}", rng.choice([1, 1, 2, 20]), prompt, rng.randint(1, 20), tenant=tenant
+                )
+            if rng.random() < 0.05:
+                engine.end(rng.choice(engine.unfinished))
+                continue
+            before = {sequence: sequence.num_computed for sequence in engine.scheduler.running}
+            shares.begin_step([sequence.tenant for sequence in before])
+            engine.step()
+            for tenant in idle:
+                own = [sequence for sequence in before if sequence.tenant == tenant]
+                stands = own and all(sequence.num_computed == before[sequence] for sequence in own)
+                idle[tenant] = idle[tenant] + 1 if stands else 0
+            assert max(idle.values()) <= len(idle), seed
+        assert all(sequence.slot is None for sequence in added)
+
+
 def test_reserved_slots_are_for_tenants_with_few(tokenizer: Tokenizer) -> None:
     engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, reserved_slots=2)
     many = engine.add("many", 10, [5, 6], 30, tenant="a")
