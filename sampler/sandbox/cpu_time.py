@@ -168,8 +168,9 @@ class FirstCallCredit:
 
 
 LOADING_NICE = 10
-"""Nice value while a class is loaded: beside a busy core, it gets a tenth of it. The lowest priority would leave it a
-hundredth: an honest class would then take ten seconds instead of a tenth of a second to load."""
+"""Nice value while a sandbox is forked and its class loaded: beside a busy core, it gets a tenth of it. The lowest
+priority would leave it a hundredth: an honest class would then take ten seconds instead of a tenth of a second to
+load."""
 
 DEFERRED_NICE = 19
 """Nice value during a call that no step waits for. There may be many."""
