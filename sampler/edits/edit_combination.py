@@ -5,8 +5,9 @@ This runs in the sandbox, while there are no logits yet. The server would do the
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from .edit_operations import Edit, EditRows, Fill, GroupEdits, Operand, Put, Put
 _FEWEST = 4
 """Logs with fewer edits are left as they are."""
 _ARRAY = "array"
+_FLOAT = struct.Struct("=f")
 
 
 def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdits:
@@ -46,6 +48,8 @@ def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdi
 
 def _with_joined_puts(edits: GroupEdits) -> GroupEdits:
     """Join each run of edits that put the same number."""
+    if not any(type(first) is type(second) is Put for first, second in pairwise(edits)):
+        return edits
     joined: list[Edit] = []
     for key, run in groupby(edits, lambda edit: _key(edit) if isinstance(edit, Put) else None):
         same = list(run)
@@ -127,7 +131,7 @@ def _arithmetic_key(edit: Restore) -> Hashable:
 
 def _operand_key(operand: Operand) -> Hashable:
     """Return the bits of a number, since NaN is not equal to itself, and zeros have signs."""
-    return _ARRAY if isinstance(operand, np.ndarray) else np.float32(operand).tobytes()
+    return _ARRAY if isinstance(operand, np.ndarray) else _FLOAT.pack(operand)
 
 
 def _joined_operand(operands: Sequence[Operand]) -> Operand:

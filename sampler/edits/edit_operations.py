@@ -194,6 +194,9 @@ def same_number(one: Operand, other: Operand) -> bool:
 
 
 def _rows_between(numbers: Positions, numbers_per_row: int) -> slice:
+    if len(numbers) == 1:
+        row = int(numbers[0]) // numbers_per_row
+        return slice(row, row + 1)
     if len(numbers) <= FEW:
         listed = numbers.tolist()
         smallest, largest = min(listed), max(listed)

@@ -14,11 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from logitship.sampler.edits.edit_operations import FEW
+
 Numbers: TypeAlias = npt.NDArray[np.int64]
 
 _INTEGERS = frozenset({int, np.int64})
 _INT_TYPES = (torch.int64, torch.int32)
-_FEW = 8
+_FEW_PLACES = 8
 """Values at a mask are recorded by position if it is set for at most one in this many elements."""
 
 
@@ -89,7 +91,7 @@ class Mask:
             positions = starts[own_rows] + columns
         else:
             positions = starts[:, None] + places
-        if positions.size * _FEW > len(self.rows) * vocab_size:
+        if positions.size * _FEW_PLACES > len(self.rows) * vocab_size:
             return None
         shape = (len(places),) if self.is_one or self.mask.ndim == 2 else positions.shape
         return Cells(positions.reshape(-1), shape)
@@ -250,6 +252,8 @@ def grid_numbers(index: Any, size: int) -> Numbers | None:
             index = [each.item() if _is_number(each) else each for each in index]
             if not _INTEGERS.issuperset(map(type, index)):
                 return None
+        if 0 < len(index) <= FEW and min(index) >= 0 and max(index) < size:
+            return np.array(index, np.int64)
         try:
             numbers = np.array(index, np.int64)
         except OverflowError:
@@ -314,7 +318,7 @@ def _starts(rows: Sequence[int], vocab_size: int) -> Numbers:
 def _are_unique(numbers: Numbers) -> bool:
     if len(numbers) < 2:
         return True
-    if len(numbers) <= 64:
+    if len(numbers) <= FEW:
         return len(set(numbers.tolist())) == len(numbers)
     ordered = np.sort(numbers)
     return not bool((ordered[1:] == ordered[:-1]).any())

@@ -29,7 +29,7 @@ def is_plain(value: Any, dtype: torch.dtype) -> bool:
     return (
         type(value) is torch.Tensor
         and value.dtype is dtype
-        and value.device.type == "cpu"
+        and value.is_cpu
         and value.layout is torch.strided
         and not value.requires_grad
         and not value.is_neg()  # NumPy has no such tensors
@@ -80,6 +80,8 @@ def _broadcast(value: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
     """Return float32 of that shape, without a copy."""
     if not is_plain(value, torch.float32) or value.ndim > len(shape):
         return None
+    if value.shape == shape:
+        return value  # type: ignore[no-any-return]
     for size, wanted in zip(reversed(value.shape), reversed(shape), strict=False):
         if size not in (1, wanted):
             return None

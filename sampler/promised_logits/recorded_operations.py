@@ -143,7 +143,7 @@ def _index_along(state: State, dim: Any, index: Any) -> Any:
     if not is_plain(index, torch.int64) or index.ndim != 1 or type(dim) is not int:
         return None
     dims = len(state.shape)
-    if not -dims <= dim < dims or (index < 0).any():
+    if not -dims <= dim < dims or (index.numpy() < 0).any():
         return None
     return index if dim % dims == 0 else (slice(None), index)
 
