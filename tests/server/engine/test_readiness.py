@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from logitship.server.refusals import ServiceUnavailable
 from logitship.server.requests.messages import GenerationRequest
 
 BuildEngine = Callable[..., AsyncEngine]
+HoldEngine = Callable[[AsyncEngine], AbstractContextManager[None]]
 SOON, PATIENCE = 0.05, 60.0
 
 
@@ -23,33 +24,16 @@ def readiness_of(engine: AsyncEngine, timeout: float = PATIENCE, sandboxes: Any 
     return Readiness(engine._active, engine._thread, sandboxes, timeout)
 
 
-@contextmanager
-def held(engine: AsyncEngine) -> Iterator[None]:
-    """Block the engine's thread, as a processor that does not return."""
-    reached, released = threading.Event(), threading.Event()
-
-    def hold() -> None:
-        reached.set()
-        assert released.wait(PATIENCE)
-
-    engine._thread.post(hold)
-    assert reached.wait(PATIENCE)
-    try:
-        yield
-    finally:
-        released.set()
-
-
 def test_an_idle_engine_is_ready(make_engine: BuildEngine) -> None:
     asyncio.run(make_engine().check_ready())
 
 
-def test_a_step_that_hangs(make_engine: BuildEngine) -> None:
+def test_a_step_that_hangs(make_engine: BuildEngine, hold_engine: HoldEngine) -> None:
     engine = make_engine()
 
     async def ask() -> None:
         readiness = readiness_of(engine, SOON)
-        with held(engine):
+        with hold_engine(engine):
             for _ in range(3):
                 assert await readiness.reasons() == ["the engine has not begun a step within 0.05 s"]
             # Probes of a server that hangs for hours do not pile up.
@@ -60,12 +44,12 @@ def test_a_step_that_hangs(make_engine: BuildEngine) -> None:
     asyncio.run(ask())
 
 
-def test_concurrent_probes(make_engine: BuildEngine) -> None:
+def test_concurrent_probes(make_engine: BuildEngine, hold_engine: HoldEngine) -> None:
     engine = make_engine()
 
     async def ask() -> list[list[str]]:
         readiness = readiness_of(engine)
-        with held(engine):
+        with hold_engine(engine):
             probes = [asyncio.create_task(readiness.reasons()) for _ in range(5)]
             await asyncio.sleep(0)
             probes[0].cancel()  # the client has disconnected
@@ -75,11 +59,11 @@ def test_concurrent_probes(make_engine: BuildEngine) -> None:
     assert asyncio.run(ask()) == [[]] * 4
 
 
-def test_a_full_queue(make_engine: BuildEngine) -> None:
+def test_a_full_queue(make_engine: BuildEngine, hold_engine: HoldEngine) -> None:
     engine = make_engine(max_num_seqs=1, max_queued_requests=0)
 
     async def ask() -> None:
-        with held(engine):
+        with hold_engine(engine):
             params = SamplingParams(max_tokens=1)
             stream = await engine.submit(GenerationRequest(rid="a", prompt_token_ids=[5], sampling_params=params))
             reasons = await readiness_of(engine, SOON).reasons()

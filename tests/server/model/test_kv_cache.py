@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.model.kv_cache import BLOCK_SIZE, CacheShape, PrefixCache, SlotCache
-from logitship.server.requests.messages import BeamSearch, GenerationChunk, GenerationRequest
+from logitship.server.requests.messages import BeamSearch, GenerationChunk, GenerationRequest, GenerationStream
 
 SHAPE = CacheShape(num_layers=2, num_slots=3, num_kv_heads=2, max_len=5, head_dim=4)
 
@@ -184,6 +185,7 @@ SYSTEM = [10 + i % 40 for i in range(40)]
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
 MakeEngine = Callable[..., AsyncEngine]
+HoldEngine = Callable[[AsyncEngine], AbstractContextManager[None]]
 
 
 @pytest.fixture
@@ -193,10 +195,13 @@ def engine(make_engine: MakeEngine) -> Iterator[AsyncEngine]:
     made.stop()
 
 
-async def run(engine: AsyncEngine, prompt: list[int], **fields: Any) -> list[GenerationChunk]:
+async def submit(engine: AsyncEngine, prompt: list[int], **fields: Any) -> GenerationStream:
     fields = {"rid": f"r{random.random()}", "sampling_params": GREEDY, **fields}
-    stream = await engine.submit(GenerationRequest(prompt_token_ids=prompt, **fields))
-    return [chunk async for chunk in stream]
+    return await engine.submit(GenerationRequest(prompt_token_ids=prompt, **fields))
+
+
+async def run(engine: AsyncEngine, prompt: list[int], **fields: Any) -> list[GenerationChunk]:
+    return [chunk async for chunk in await submit(engine, prompt, **fields)]
 
 
 def tokens_of(chunks: list[GenerationChunk], index: int = 0) -> list[int]:
@@ -237,9 +242,11 @@ def test_last_token_of_a_cached_prompt_is_computed(engine: AsyncEngine) -> None:
     asyncio.run(main())
 
 
-def test_concurrent_requests_share_the_prefix(engine: AsyncEngine) -> None:
+def test_concurrent_requests_share_the_prefix(engine: AsyncEngine, hold_engine: HoldEngine) -> None:
     async def main() -> None:
-        answers = await asyncio.gather(*(run(engine, [*SYSTEM, last]) for last in range(5, 9)))
+        with hold_engine(engine):
+            streams = [await submit(engine, [*SYSTEM, last]) for last in range(5, 9)]
+        answers = [[chunk async for chunk in stream] for stream in streams]
         # The second had computed 7 tokens in the step in which the first completed its prompt.
         assert [chunks[-1].cached_tokens for chunks in answers] == [0, 25, 32, 32]
 
