@@ -92,7 +92,6 @@ def _serve(config: ServerConfig) -> int:
 
 def _serve_on(sockets: list[socket.socket], config: ServerConfig) -> int:
     from logitship.server.engine.build import build_engine
-    from logitship.server.engine.engine_thread import freeze_objects
 
     from .http_server import HTTPServer
     from .logs import set_up_logging
@@ -100,8 +99,9 @@ def _serve_on(sockets: list[socket.socket], config: ServerConfig) -> int:
 
     set_up_logging(config.log_level, config.log_format)
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    server = HTTPServer(build_engine(config), ShutdownWatchdog(config.shutdown_timeout))
-    freeze_objects()
+    engine = build_engine(config)
+    server = HTTPServer(engine, ShutdownWatchdog(config.shutdown_timeout))
+    engine.take_over_garbage_collection()
     server.run(sockets)
     return 0 if server.started else 1
 

@@ -286,6 +286,10 @@ class AsyncEngine:
         self._active.close()
         self._active.fail_all(STOPPED)
 
+    def take_over_garbage_collection(self) -> None:
+        """Let the engine's thread make all full garbage collections of this process from now on."""
+        self._thread.take_over_garbage_collection()
+
     def stop(self) -> None:
         """Stop now: running requests are aborted."""
         self._active.close()

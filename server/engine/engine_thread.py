@@ -14,6 +14,7 @@ import ctypes
 import gc
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -33,8 +34,11 @@ IDLE = 1.0
 LONG_IDLE = 20.0
 """Seconds after that, after which it is freed again: what other threads do for requests may take longer."""
 
-_FULL_COLLECTION = 100
-"""Collections of the middle generation before a full one; Python's default is 10."""
+_COLLECTION_INTERVAL = 60.0
+"""Seconds of work between two full garbage collections."""
+
+_NEVER = 1 << 30
+"""Threshold of a generation that Python itself does not collect."""
 
 
 class Steppable(Protocol):
@@ -55,6 +59,8 @@ class EngineThread:
         self._inbox: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._collected_at: float | None = None
+        """Time of the last full garbage collection; None while Python makes them."""
         self._thread = threading.Thread(target=self._run, name="logitship-engine", daemon=True)
         self._thread.start()
 
@@ -110,6 +116,18 @@ class EngineThread:
         if self.alive and not isinstance(self._engine, _NoEngine):  # else it is still loading the model
             logger.error("the engine's step does not end: a processor in it may never return")
 
+    def take_over_garbage_collection(self) -> None:
+        """Make all full garbage collections on this thread, without what exists now. For the end of a start.
+
+        A collection is a pause: it holds the GIL. Half a million objects of libraries and the model take it a quarter
+        of a second. Those of large requests take as long, and Python would begin a full collection with nearly each of
+        them, because few old objects are left. Here, an idle engine begins one, and a busy one once a minute.
+        """
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*gc.get_threshold()[:2], _NEVER)
+        self._collected_at = time.monotonic()
+
     @property
     def alive(self) -> bool:
         """False once the thread has ended."""
@@ -127,8 +145,16 @@ class EngineThread:
             self._receive()
             worked = self._engine.step()
             self._after_step()
-            if not worked and not self._wait():
+            if worked:
+                self._collect_if_due()
+            elif not self._wait():
                 return
+
+    def _collect_if_due(self) -> None:
+        now = time.monotonic()
+        if self._collected_at is not None and now - self._collected_at >= _COLLECTION_INTERVAL:
+            gc.collect()
+            self._collected_at = now
 
     def _receive(self) -> None:
         while self._inbox:
@@ -140,6 +166,8 @@ class EngineThread:
             if self._woken(timeout):
                 break
             free_unused_memory()
+            if self._collected_at is not None:
+                self._collected_at = time.monotonic()
         else:
             self._woken(None)
         return bool(self._inbox) or not self._stopping
@@ -158,18 +186,6 @@ def free_unused_memory() -> None:
     """
     gc.collect()
     trim_freed_memory()
-
-
-def freeze_objects() -> None:
-    """Leave what exists now out of all later garbage collections. For the end of a start.
-
-    Half a million objects of libraries and the model take the collector a quarter of a second, in which no other thread
-    runs Python. Those of what is left take as long while large requests run, and so are ten times as rare. An idle
-    engine collects everything anyway.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(*gc.get_threshold()[:2], _FULL_COLLECTION)
 
 
 def trim_freed_memory() -> bool:

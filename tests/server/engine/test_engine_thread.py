@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import gc
 import threading
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Event, Semaphore
 from typing import Any
@@ -166,6 +168,56 @@ def test_free_unused_memory_frees_cycles() -> None:
     assert freed() is not None
     free_unused_memory()
     assert freed() is None
+
+
+class Busy:
+    """An engine that always has something to do. It makes a cycle when the one before has been freed."""
+
+    def __init__(self) -> None:
+        self.made: weakref.ref[Cycle] | None = None
+        self.freed = Semaphore(0)
+
+    def step(self) -> bool:
+        if self.made is None or self.made() is None:
+            if self.made is not None:
+                self.freed.release()
+            self.made = weakref.ref(Cycle())
+        return True
+
+
+@pytest.fixture
+def own_garbage_settings() -> Iterator[None]:
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("own_garbage_settings")
+def test_busy_thread_collects_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_thread, "_COLLECTION_INTERVAL", 0.0)
+    thread, engine = EngineThread(), Busy()
+    thread.take_over_garbage_collection()
+    gc.disable()
+    try:
+        thread.start(engine, after_step=lambda: None, on_death=lambda: None)
+        for _ in range(3):
+            assert engine.freed.acquire(timeout=60)
+    finally:
+        gc.enable()
+        thread.call(lambda: setattr(thread, "_engine", Idle()))
+        thread.stop(60)
+
+
+@pytest.mark.usefixtures("own_garbage_settings")
+def test_python_makes_no_full_collection_of_its_own() -> None:
+    thread = EngineThread()
+    thread.take_over_garbage_collection()
+    before = gc.get_stats()[2]["collections"]
+    kept = [[number] for number in range(200_000)]
+    assert gc.get_stats()[2]["collections"] == before
+    assert kept
+    thread.stop(60)
 
 
 def resident_pages() -> int:
