@@ -21,7 +21,7 @@ from logitship.server.model.kv_cache import PrefixCache
 from logitship.server.model.model_loader import LoadedModel, load_model
 from logitship.server.model.model_runner import CoreBinding, ModelRunner
 from logitship.server.model.reasoning_markers import resolve_reasoning_config
-from logitship.server.model.step_cost import measure_step_cost
+from logitship.server.model.step_cost import measure_passes, measure_step_cost
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.processors.tree_files import attached_to_all, load_trees
 from logitship.server.requests.body_limits import QueuedBytes
@@ -32,6 +32,7 @@ from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .active_requests import ActiveRequests
 from .async_engine import AsyncEngine, finish_step
+from .decode_shares import SEQUENCE_COST, DecodeShares, StepTime
 from .engine import Engine
 from .engine_thread import EngineThread
 from .processor_setup import (
@@ -46,6 +47,14 @@ from .processor_setup import (
 from .sampler_setup import make_sampler, plugin_config
 from .scheduler import Scheduler
 from .tenant_shares import StepSelection, TenantShares
+
+_MEASURED_SEQUENCES = 17
+"""Sequences of a step whose time is measured at the start: not a multiple of 16, which matrix libraries may be fast
+for."""
+
+_OUTSIDE_PASS = 1.0
+"""What a further sequence adds to a step outside the forward pass, beside what it adds to that: about as much, by
+sampling, detokenizing and sending."""
 
 
 def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> AsyncEngine:
@@ -96,7 +105,8 @@ def _build(
         config.max_num_seqs, config.max_queued_requests, processors.release, config.max_sequences_per_tenant
     )
     runner = _model_runner(config, loaded, model.max_model_len, cores)
-    shares = TenantShares(config.tenant_step_share, processor_wait=config.processor_wait)
+    decode = DecodeShares(_measured_step_time(runner, config.max_num_seqs))
+    shares = TenantShares(config.tenant_step_share, processor_wait=config.processor_wait, decode=decode)
     deferred = DeferredCalls(shares)
     scheduler = Scheduler(
         runner.cache,
@@ -157,6 +167,15 @@ def _model_runner(config: ServerConfig, loaded: LoadedModel, max_len: int, cores
     if deterministic:
         check_determinism(runner)
     return runner
+
+
+def _measured_step_time(runner: ModelRunner, max_num_seqs: int) -> StepTime:
+    """Measure how much longer a step with more sequences takes: a burst of them may be the first steps of a server."""
+    time = StepTime()
+    passes = measure_passes(runner, {1, min(_MEASURED_SEQUENCES, max_num_seqs)})
+    for number, seconds in passes.items():
+        time.observe(number * SEQUENCE_COST, seconds + _OUTSIDE_PASS * max(0.0, seconds - passes[1]))
+    return time
 
 
 def _speculation(config: ServerConfig, runner: ModelRunner) -> NGramSpeculation | None:

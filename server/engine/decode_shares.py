@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from logitship.server.requests.sequence import Sequence
 
-DECODE_SHARE = 0.65
+DECODE_SHARE = 0.5
 """Most time that sequences add to a step while several tenants run, beyond twice what the tenant with the least work
 adds: this part of what a step takes for any number of sequences. In a step with prompts, down to half as much."""
 
@@ -63,6 +63,10 @@ class StepTime:
             self.per_position = min(slope, self._mean[1] / self._mean[0])
         self.base = max(0.0, self._mean[1] - self.per_position * self._mean[0])
 
+    def expected(self, positions: int) -> float:
+        """Return the seconds that a step probably takes."""
+        return self.base + self.per_position * positions
+
 
 @dataclass
 class DecodeShares:
@@ -75,9 +79,11 @@ class DecodeShares:
 
     Attributes:
         time: what steps take.
+        left: seconds that the selected sequences, and the prompts, have left for other work of the step.
     """
 
     time: StepTime = field(default_factory=StepTime)
+    left: float = 0.0
     _turns: WeakKeyDictionary[Sequence, int] = field(default_factory=WeakKeyDictionary)
     """Number of the last turn of each sequence that had one."""
     _turn: int = 0
@@ -99,6 +105,7 @@ class DecodeShares:
         least = min(costs.values(), default=0.0)
         share = DECODE_SHARE * self.time.base
         most = max(share - min(prompts, share / 2) + 2 * least, len(costs) * least)
+        self.left = max(0.0, most - sum(costs.values()))
         if len(costs) < 2 or sum(costs.values()) <= most:
             self._saved.clear()
             return list(sequences)

@@ -211,8 +211,8 @@ class Engine:
         with self._clock.schedule:
             members = self._batch.members
             rows = [row for row, sequence in enumerate(members) if not isinstance(sequence, Beam)]
-            budget = self._shares.num_prompt_tokens(self._scheduler.chunked_prefill_size) - plan.num_prompt_tokens
-            runs = self._forced.find(members, rows, max(0, budget))
+            budget = self._shares.num_forced_tokens(self._scheduler.chunked_prefill_size, plan.num_prompt_tokens)
+            runs = self._forced.find(members, rows, budget)
             return plan.with_forced(runs) if runs else plan
 
     def _forward(self, plan: Plan) -> StepLogits:

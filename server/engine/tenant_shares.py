@@ -32,6 +32,9 @@ PROMPT_SHARE = 0.5
 PROMPT_BLOCK = 16
 """Prompt tokens of a step are a multiple of this, and at least as many."""
 
+LEAST_FORCED = 4
+"""Forced tokens of a step, at least, unless its prompts are as many as it may compute."""
+
 _STEP_WEIGHT = 1 / 8
 
 
@@ -76,6 +79,7 @@ class TenantShares:
         cores: number of cores; None: those that this process may use.
         clock: returns seconds.
         processor_wait: how long a step waits for processors, as a part of what it takes without them.
+        decode: see the attribute.
 
     Attributes:
         seconds: total time of the calls of each tenant's processors.
@@ -90,10 +94,11 @@ class TenantShares:
         cores: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         processor_wait: float = PROCESSOR_WAIT,
+        decode: DecodeShares | None = None,
     ) -> None:
         self.seconds: dict[str, float] = {}
         self.is_shared = self.is_limited = False
-        self.decode = DecodeShares()
+        self.decode = decode or DecodeShares()
         self._num_running = 0
         self._processor_wait = processor_wait
         self._most = most
@@ -131,8 +136,10 @@ class TenantShares:
         if num_prompt_tokens == 0:
             self._usual_step = _follow(self._usual_step, seconds)
             self.decode.time.observe(num_positions, seconds)
-        else:
-            per_token = max(0.0, seconds - self._usual_step) / num_prompt_tokens
+        elif num_positions == 0 or self.decode.time.base:
+            # Not the usual step: it may have had more decoding sequences, and be long ago if all steps have prompts.
+            without = self.decode.time.expected(num_positions)
+            per_token = max(0.0, seconds - without) / num_prompt_tokens
             self._prompt_token = _follow(self._prompt_token, per_token)
 
     def num_prompt_tokens(self, most: int) -> int:
@@ -147,6 +154,20 @@ class TenantShares:
             return most
         affordable = int(PROMPT_SHARE * self._usual_step / self._prompt_token)
         return min(most, max(PROMPT_BLOCK, affordable // PROMPT_BLOCK * PROMPT_BLOCK))
+
+    def num_forced_tokens(self, most: int, num_prompt_tokens: int) -> int:
+        """Return how many forced tokens a step may compute: what its prompts and its decoding sequences have left.
+
+        A few of them are computed even if its decoding sequences have left nothing.
+
+        Args:
+            most: the limit for both kinds of tokens while one tenant is alone.
+            num_prompt_tokens: prompt tokens of the step.
+        """
+        left = self.num_prompt_tokens(most) - num_prompt_tokens
+        if self.is_shared and self._prompt_token:
+            left = min(left, max(LEAST_FORCED, int(self.decode.left / self._prompt_token)))
+        return max(0, left)
 
     def prompt_seconds(self, sequences: Iterable[Sequence]) -> float:
         """Return about how long the prompts of these sequences will take in the next step."""
@@ -207,9 +228,13 @@ class TenantShares:
         """Return whether a tenant's processors have taken more than their share."""
         return tenant in self._uses and self.share(tenant) > self._most
 
+    def others_run(self, tenant: str) -> bool:
+        """Return whether other tenants have running sequences. Any thread."""
+        return not self._running <= {tenant}
+
     def retry_after(self, tenant: str) -> int | None:
         """Return after how many seconds a tenant over its share should try again; None if it is not. Any thread."""
-        if self._running <= {tenant} or not self.is_over(tenant):
+        if not self.others_run(tenant) or not self.is_over(tenant):
             return None
         return max(1, math.ceil(WINDOW * math.log(self.share(tenant) / self._most)))
 

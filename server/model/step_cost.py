@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
@@ -42,7 +42,20 @@ def measure_step_cost(runner: ModelRunner, most_tokens: int) -> StepCost:
         runner: runs the passes.
         most_tokens: largest number of tokens to measure.
     """
-    numbers = [number for number in _NUMBERS if number <= min(most_tokens, runner.cache.shape.max_len)]
+    return StepCost(measure_passes(runner, [number for number in _NUMBERS if number <= most_tokens]))
+
+
+def measure_passes(runner: ModelRunner, numbers: Iterable[int]) -> dict[int, float]:
+    """Measure forward passes of one sequence, each three times. No other pass may run meanwhile.
+
+    Args:
+        runner: runs the passes.
+        numbers: numbers of tokens; those that exceed the length of a sequence are left out.
+
+    Returns:
+        Seconds by number of tokens.
+    """
+    numbers = [number for number in numbers if number <= runner.cache.shape.max_len]
     seconds: dict[int, float] = {}
     for _ in range(_ROUNDS):
         for number in numbers:
@@ -52,4 +65,4 @@ def measure_step_cost(runner: ModelRunner, most_tokens: int) -> StepCost:
                 torch.cuda.synchronize(runner.device)
             took = time.perf_counter() - start
             seconds[number] = min(took, seconds.get(number, took))
-    return StepCost(seconds)
+    return seconds

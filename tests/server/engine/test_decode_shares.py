@@ -80,7 +80,7 @@ def test_one_tenant_has_all_of_a_step(shares: DecodeShares) -> None:
 
 
 def test_short_sequences_are_not_held_up(shares: DecodeShares) -> None:
-    running = [Running("a", 50), *(Running("b", 60) for _ in range(28))]
+    running = [Running("a", 50), *(Running("b", 60) for _ in range(22))]
     assert select(shares, running) == running
 
 
@@ -153,3 +153,14 @@ def test_somebody_always_takes_part(shares: DecodeShares) -> None:
 )
 def test_split(most: float, wanted: dict[str, float], given: dict[str, float]) -> None:
     assert split(most, wanted) == given
+
+
+def test_left_is_what_no_sequence_uses(shares: DecodeShares) -> None:
+    short = [Running("a", 0), Running("b", 0)]
+    select(shares, short)
+    cost = PER_POSITION * SEQUENCE_COST
+    assert shares.left == pytest.approx(DECODE_SHARE * BASE + 2 * cost - 2 * cost)
+    select(shares, short, prompts=0.01)
+    assert shares.left == pytest.approx(DECODE_SHARE * BASE - 0.01)
+    select(shares, [*short, *(Running("b", 3000) for _ in range(10))])
+    assert shares.left == 0.0

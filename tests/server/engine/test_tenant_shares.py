@@ -6,7 +6,14 @@ from typing import Any
 
 import pytest
 
-from logitship.server.engine.tenant_shares import LEAST_WAIT, PROCESSOR_WAIT, PROMPT_BLOCK, WINDOW, TenantShares
+from logitship.server.engine.tenant_shares import (
+    LEAST_FORCED,
+    LEAST_WAIT,
+    PROCESSOR_WAIT,
+    PROMPT_BLOCK,
+    WINDOW,
+    TenantShares,
+)
 
 
 class Clock:
@@ -141,6 +148,22 @@ def test_some_prompt_tokens_are_always_computed(shares: TenantShares) -> None:
     shares.observe_step(0.001)
     shares.observe_step(1.0, 10)
     assert shares.num_prompt_tokens(256) == PROMPT_BLOCK
+
+
+@pytest.mark.parametrize(
+    ("left", "num_prompt_tokens", "expected"),
+    [(1.0, 0, 48), (1.0, 40, 8), (0.0205, 0, 20), (0.0205, 40, 8), (0.0, 0, LEAST_FORCED), (0.0, 48, 0), (0.0, 64, 0)],
+)
+def test_forced_tokens_have_what_is_left(
+    shares: TenantShares, left: float, num_prompt_tokens: int, expected: int
+) -> None:
+    shares.begin_step({"a", "b"})
+    shares.observe_step(0.1)
+    shares.observe_step(0.1 + 0.2, 200)  # 1 ms each: 48 in a step
+    shares.decode.left = left
+    assert shares.num_forced_tokens(256, num_prompt_tokens) == expected
+    shares.begin_step({"a"})
+    assert shares.num_forced_tokens(256, num_prompt_tokens) == 256 - num_prompt_tokens
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import ModelRunner
-from logitship.server.model.step_cost import StepCost, measure_step_cost
+from logitship.server.model.step_cost import StepCost, measure_passes, measure_step_cost
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
 from logitship.server.tokenizer import Tokenizer
@@ -152,3 +152,9 @@ def test_measure_step_cost(loaded_model: LoadedModel) -> None:
     runner = ModelRunner(loaded_model.model, 2, 40)
     seconds = measure_step_cost(runner, 1000)
     assert all(0 < seconds(number) < 10 for number in (1, 2, 8, 33, 40, 400))
+
+
+def test_measure_passes(loaded_model: LoadedModel) -> None:
+    passes = measure_passes(ModelRunner(loaded_model.model, 2, 40), [1, 40, 41])
+    assert passes.keys() == {1, 40}, "longer than a sequence"
+    assert all(0 < seconds < 10 for seconds in passes.values())
