@@ -47,7 +47,9 @@ class HTTPServer(uvicorn.Server):
     def __init__(self, engine: AsyncEngine, watchdog: ShutdownWatchdog | None = None) -> None:
         config = engine.config
         app = create_app(engine)
-        app.openapi()  # takes half a second, in which it would stop all requests later
+        # Each takes some tenths of a second, in which it would stop all requests later.
+        app.openapi()
+        _ = engine.tokenizer.longest_token
         super().__init__(
             uvicorn.Config(
                 app,

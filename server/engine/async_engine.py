@@ -23,7 +23,7 @@ from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.refusals import ServiceUnavailable, ShareExceeded
 from logitship.server.requests.body_limits import QueuedBody, QueuedBytes
-from logitship.server.requests.fair_pool import FairPool
+from logitship.server.requests.fair_pool import REST, FairPool, TenantTurns
 from logitship.server.requests.messages import AttachedProcessor, GenerationRequest, GenerationStream, ProcessorRequest
 from logitship.server.requests.request_validation import Limits, check, check_sandboxed, check_with_plugins
 from logitship.server.requests.sequence import Sequence
@@ -111,6 +111,7 @@ class AsyncEngine:
         self._sandboxes = sandboxes
         self._limits = Limits.of(config, model.vocab_size, model.max_model_len)
         self._sequences = SequenceFactory(model, tokenizer, config.random_seed)
+        self._large_loads = TenantTurns()
         self._readiness = Readiness(active, thread, sandboxes)
         metrics.watch(self.stats)
 
@@ -286,6 +287,10 @@ class AsyncEngine:
         self._active.close()
         self._active.fail_all(STOPPED)
 
+    def others_run(self, tenant: str) -> bool:
+        """Return whether sequences of other tenants run."""
+        return self._shares.others_run(tenant)
+
     def take_over_garbage_collection(self) -> None:
         """Let the engine's thread make all full garbage collections of this process from now on."""
         self._thread.take_over_garbage_collection()
@@ -327,12 +332,16 @@ class AsyncEngine:
                 if any(each.params_check is not None for each in shipped.values()):
                     return await self.pool.run(request.tenant, self.processors.load, request, held, shipped)
                 return self.processors.load(request, held, shipped)
+            if is_large := _is_large(active.body):
+                await self._large_loads.take(request.tenant)
         except BaseException:  # cleanup, then re-raised
             self._active.release(active)
             raise
         disconnect = Disconnect()
         current_disconnect.set(disconnect)
         loading = in_daemon_thread(self.processors.load, request, held, shipped)
+        if is_large:
+            self._end_load_turn_after(loading, request.tenant)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
@@ -343,6 +352,14 @@ class AsyncEngine:
         except BaseException:  # cleanup, then re-raised
             self._active.release(active)
             raise
+
+    def _end_load_turn_after(self, loading: asyncio.Future[list[list[ProcessorUse]]], tenant: str) -> None:
+        """Let the tenant's next load of a large body begin after this one and a rest: it takes the GIL and a core."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        loading.add_done_callback(
+            lambda _: loop.call_later(REST * (loop.time() - began), self._large_loads.end, tenant)
+        )
 
     def _release_late(self, active: ActiveRequest, loading: asyncio.Future[list[list[ProcessorUse]]]) -> None:
         loading.exception()  # nobody awaits it any more, and asyncio would log that as an error

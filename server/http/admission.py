@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -31,6 +31,9 @@ from .receiving import RequestWork
 
 ANY_MODEL = "default"
 """SGLang's alias for the served model, whatever its name."""
+
+_WORDS_AT_A_TIME = 64
+"""Bad words of a job on the work pool."""
 
 
 def check_model_name(engine: AsyncEngine, name: str | None) -> None:
@@ -124,6 +127,17 @@ def max_tokens_within_model(engine: AsyncEngine, prompt: Prompt, fields: Samplin
     return max(1, min(value, engine.model.max_model_len - len(prompt.token_ids)))
 
 
+async def _tokenize_bad_words(
+    engine: AsyncEngine, work: RequestWork, words: Sequence[str]
+) -> tuple[tuple[int, ...], ...]:
+    """Tokenize bad words, a few at a time: all of them may take a second."""
+    sequences: dict[tuple[int, ...], None] = {}
+    for start in range(0, len(words), _WORDS_AT_A_TIME):
+        part = words[start : start + _WORDS_AT_A_TIME]
+        sequences |= dict.fromkeys(await work.run(bad_words_token_ids, engine.tokenizer, part))
+    return tuple(sequences)
+
+
 _SHARED_FIELDS = tuple(
     each.name for each in dataclasses.fields(SamplingParams) if each.name in SamplingFields.model_fields
 )
@@ -156,7 +170,7 @@ async def sampling_params(
         if fields.logprobs_mode is None:
             shared["logprobs_mode"] = "processed_logprobs" if searches else engine.config.logprobs_mode
         if fields.bad_words:
-            values["bad_words_token_ids"] = await work.run(bad_words_token_ids, engine.tokenizer, fields.bad_words)
+            values["bad_words_token_ids"] = await _tokenize_bad_words(engine, work, fields.bad_words)
         return await work.run_if_large(SamplingParams, **{**shared, **values})
     except InvalidSamplingParams as error:
         raise in_client_words(BadRequest(error.reason, param=error.field), names) from None

@@ -54,7 +54,7 @@ from .playground_routes import playground_files, playground_router
 from .pooling_routes import pooling_router
 from .processor_routes import processor_router
 from .rate_limit_middleware import RateLimitMiddleware
-from .receiving import UploadPace, UploadPaceMiddleware
+from .receiving import TurnsMiddleware, UploadPace, UploadPaceMiddleware
 from .request_log import HEADER as REQUEST_ID_HEADER
 from .request_log import IGNORED_HEADER, PROCESSORS_HEADER, RequestLogMiddleware
 
@@ -129,6 +129,7 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app.include_router(playground_router(files))
     keys = ApiKeys(engine.config.api_key, engine.config.shipping_api_key)
     app.add_middleware(UploadPaceMiddleware, pace=UploadPace())
+    app.add_middleware(TurnsMiddleware, others_run=engine.others_run)
     if engine.config.requests_per_minute:
         requests = RateLimit("requests", engine.config.requests_per_minute)
         app.add_middleware(RateLimitMiddleware, limit=requests, uncounted={METRICS_PATH})

@@ -1,7 +1,7 @@
 """Receiving requests within bounds, and the CPU work that their bodies ask for.
 
-The head of a request is bounded in time, a body in time, pace, bytes and elements. A client that disconnects cancels
-the work, too.
+Requests of a tenant begin one after the other. The head of a request is bounded in time, a body in time, pace, bytes
+and elements. A client that disconnects cancels the work, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from logitship.client.errors import LARGE_PROCESSOR_ADVICE, MAX_PROCESSOR_SIZE_F
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, RequestTimeout, RequestTooLarge
 from logitship.server.requests.body_limits import BYTES_PER_ELEMENT, MAX_DEPTH, QueuedBody, scan_json
-from logitship.server.requests.fair_pool import FairPool
+from logitship.server.requests.fair_pool import REST, FairPool, TenantTurns
 from logitship.server.schemas.request_schema import IgnoredFields, Model, parse_model
 
 from .auth import caller_of
@@ -171,14 +171,45 @@ class UploadPaceMiddleware:
         await self._app(scope, paced, send)
 
 
+class TurnsMiddleware:
+    """Lets the requests of each caller begin one after the other, with a rest in between if others would wait.
+
+    The event loop calls what is ready in order of arrival. Without turns, a request that arrives after two hundred of
+    another caller would wait until all of those have been parsed and submitted: a second. And so long, the GIL would be
+    in use.
+
+    Args:
+        app: the application.
+        others_run: returns whether sequences of other callers than this tenant run.
+    """
+
+    def __init__(self, app: ASGIApp, others_run: Callable[[str], bool]) -> None:
+        self._app = app
+        self._others_run = others_run
+        self._turns = TenantTurns()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Forward the request. Those without a caller have no turn."""
+        caller = scope.get("state", {}).get("caller")
+        if caller is not None:
+            await self._turns.take(caller.tenant)
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._end, caller.tenant, loop.time())
+        await self._app(scope, receive, send)
+
+    def _end(self, tenant: str, began: float) -> None:
+        loop = asyncio.get_running_loop()
+        if self._others_run(tenant):
+            loop.call_later(REST * (loop.time() - began), self._turns.end, tenant)
+        else:
+            self._turns.end(tenant)
+
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
 LARGE_BODY = 1 << 16
 """Bytes of a body beyond which nothing is done with it on the event loop. Smaller ones take a few milliseconds."""
-
-_REST = 2.0
-"""Rest after the work on a large body, as a multiple of its CPU time."""
 
 SHORT_TEXT = 1 << 11
 """Characters of a text up to which it is tokenized on the event loop, which takes up to two milliseconds."""
@@ -207,13 +238,10 @@ class RequestWork:
         return await self.pool.run(self.tenant, function, *args, **kwargs)
 
     async def run_if_large(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a function whose time depends on the size of the body: on a thread if that is large, else here.
-
-        The thread rests afterwards.
-        """
+        """Call a function whose time depends on the size of the body: on a thread if that is large, else here."""
         if self.body_size <= LARGE_BODY:
             return function(*args, **kwargs)
-        return await self.run(_followed_by_rest(function), *args, **kwargs)
+        return await self.run(function, *args, **kwargs)
 
     def is_short(self, text: str) -> bool:
         """Return whether a text may be tokenized on the event loop. A large body may have thousands of short texts."""
@@ -405,23 +433,6 @@ async def _decode(raw: bytes, work: RequestWork, queued: QueuedBody, max_element
     queued.add(BYTES_PER_ELEMENT * scan.elements)  # before they exist
     queued.depth = scan.max_depth
     return await work.run_if_large(_loads, raw)
-
-
-def _followed_by_rest(function: Callable[P, T]) -> Callable[P, T]:
-    """Let a function's thread sleep after a call, for longer than the call took.
-
-    Work on a large body holds the GIL, for which each operation of a forward pass waits. Bodies that follow one another
-    would stop the engine for as long as they take together.
-    """
-
-    def rested(*args: P.args, **kwargs: P.kwargs) -> T:
-        began = time.thread_time()
-        try:
-            return function(*args, **kwargs)
-        finally:
-            time.sleep(_REST * (time.thread_time() - began))
-
-    return rested
 
 
 def _loads(raw: bytes) -> Any:

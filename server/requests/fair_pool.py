@@ -1,4 +1,4 @@
-"""Threads for the CPU work of requests, shared fairly between tenants."""
+"""Threads for the CPU work of requests, and turns, which tenants share fairly."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections import Counter
+import time
+from collections import Counter, deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -16,6 +17,12 @@ from logitship.server.refusals import QueueFull
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+REST = 2.0
+"""Rest after long work, as a multiple of its CPU time."""
+
+_LONG_JOB = 0.005
+"""Seconds of CPU time of a job from which on its thread rests afterwards."""
 
 
 def pool_threads() -> int:
@@ -28,6 +35,9 @@ class FairPool:
 
     Guarantees:
     * A tenant occupies all threads but one at most, so that the first job of another tenant starts at once.
+    * A thread rests after a long job for longer than that took, and counts as its tenant's meanwhile: the engine needs
+      the cores, and the GIL, for which each operation of a forward pass waits. Jobs that follow one another would slow
+      all its steps down.
     * A job that waits ends when its caller is cancelled. A job that runs is not interrupted: keep jobs short.
     * Threads start with the first jobs. They do not delay the end of the process.
 
@@ -105,8 +115,11 @@ class FairPool:
     def _work(self) -> None:
         while True:
             tenant, job = self._next()
+            began = time.thread_time()
             job()
             del job  # it may hold a large body
+            if (seconds := time.thread_time() - began) > _LONG_JOB:
+                time.sleep(REST * seconds)
             with self._changed:
                 self._running[tenant] -= 1
                 if not self._running[tenant]:
@@ -125,6 +138,39 @@ class FairPool:
 
     def _may_take(self, tenant: str) -> bool:
         return self._running[tenant] < self._num_threads - 1
+
+
+class TenantTurns:
+    """Turns on an event loop: each tenant has one at a time."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+        """Of each tenant that has its turn."""
+
+    async def take(self, tenant: str) -> None:
+        """Wait for a turn of a tenant, in order of arrival. It lasts until `end`."""
+        waiting = self._waiting.get(tenant)
+        if waiting is None:
+            self._waiting[tenant] = deque()
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        waiting.append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # it has just begun
+                self.end(tenant)
+            raise
+
+    def end(self, tenant: str) -> None:
+        """End a turn: the tenant's next one begins."""
+        waiting = self._waiting[tenant]
+        while waiting:
+            turn = waiting.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                return
+        del self._waiting[tenant]
 
 
 def call_for(future: asyncio.Future[T], function: Callable[[], T]) -> None:

@@ -41,7 +41,7 @@ async def render_chat(
         BadRequest: the template refuses it, or it is too long.
     """
     tokenizer, max_model_len = engine.tokenizer, engine.model.max_model_len
-    length = sum(message.num_characters for message in messages)
+    length = await work.run_if_large(_num_characters, messages)
     check_text_length(tokenizer, max_model_len, length, at)
     if tools:
         check_text_length(tokenizer, max_model_len, length + len(orjson.dumps(tools)), "tools")
@@ -49,7 +49,7 @@ async def render_chat(
     try:
         return await work.run(
             tokenizer.apply_chat_template,
-            [message.for_template() for message in messages],
+            await work.run_if_large(_for_template, messages),
             add_generation_prompt=not continue_final_message
             if add_generation_prompt is None
             else add_generation_prompt,
@@ -59,3 +59,11 @@ async def render_chat(
         )
     except ValueError as error:
         raise BadRequest(f"{at}: {error}", param=at) from None
+
+
+def _num_characters(messages: Sequence[Message]) -> int:
+    return sum(message.num_characters for message in messages)
+
+
+def _for_template(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    return [message.for_template() for message in messages]

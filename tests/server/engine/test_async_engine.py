@@ -15,11 +15,12 @@ import torch
 
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.engine.async_engine import _LARGE_BODY_MEMORY, AsyncEngine
 from logitship.server.engine.engine import Engine
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import ModelRunner
 from logitship.server.refusals import BadRequest, QueueFull, RequestRefused, ServiceUnavailable
+from logitship.server.requests.body_limits import QueuedBytes
 from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
 
 BuildEngine = Callable[..., AsyncEngine]
@@ -698,6 +699,55 @@ def test_many_sequences_are_not_made_on_the_event_loop(
         assert (threads == {threading.current_thread()}) == on_loop
 
     asyncio.run(asyncio.wait_for(scenario(), 60))
+
+
+def test_loads_of_large_bodies_take_turns(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant's run one at a time, also after one that failed; those of another tenant or a small body do not wait."""
+    engine = make_engine()
+    load = engine.processors.load
+    gate, changed = threading.Event(), threading.Condition()
+    loading: list[str] = []
+
+    def gated(wanted: GenerationRequest, *args: Any) -> Any:
+        with changed:
+            loading.append(wanted.rid)
+            changed.notify_all()
+        assert gate.wait(30)
+        if wanted.rid == "first":
+            raise BadRequest("no", param="processors")
+        return load(wanted, *args)
+
+    monkeypatch.setattr(engine.processors, "load", gated)
+
+    def submit(rid: str, tenant: str, size: int) -> asyncio.Task[Any]:
+        body = QueuedBytes(1 << 30, 1 << 30).open(tenant)
+        body.add(size)
+        ban = ((InstalledProcessor("disallowed_tokens"), {"token_ids": [5]}),)
+        wanted = dataclasses.replace(request(rid, processors=ban), tenant=tenant)
+        return asyncio.create_task(engine.submit(wanted, body))
+
+    async def loads(number: int) -> None:
+        while len(loading) < number:
+            await asyncio.sleep(0.001)
+
+    async def scenario() -> None:
+        large = _LARGE_BODY_MEMORY + 1
+        first = submit("first", "one", large)
+        await loads(1)
+        cancelled = submit("cancelled", "one", large)
+        await asyncio.sleep(0)
+        others = [submit("second", "one", large), submit("small", "one", 10), submit("other", "another", large)]
+        await loads(3)
+        cancelled.cancel()
+        assert sorted(loading) == ["first", "other", "small"]
+        gate.set()
+        with pytest.raises(BadRequest):
+            await first
+        for stream in await asyncio.gather(*others):
+            await stream.aclose()
+        assert loading[3:] == ["second"]
+
+    run(scenario())
 
 
 def test_cancelled_while_its_sequences_are_made(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:

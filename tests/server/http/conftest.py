@@ -287,6 +287,9 @@ class FakeEngine(AsyncEngine):
     async def flush_cache(self) -> bool:
         return self.idle
 
+    def others_run(self, tenant: str) -> bool:
+        return False
+
     def stats(self) -> EngineStats:
         return EngineStats(1, 2, 3, self.accepting, 0, 0, 0, 0, 0)
 

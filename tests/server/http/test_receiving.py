@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -24,10 +22,12 @@ from logitship.server.http.receiving import (
     SHORT_TEXT,
     UPLOAD_BURST,
     UPLOAD_RATE,
+    TurnsMiddleware,
     UploadPace,
     UploadPaceMiddleware,
     head_timeout_protocol,
 )
+from logitship.server.requests.fair_pool import REST
 from logitship.server.schemas.request_schema import parse_model
 
 GENEROUS = 30.0
@@ -120,7 +120,7 @@ def test_elements_are_counted_before_they_are_built(path: str, engine: Any, monk
 
 
 @pytest.mark.parametrize(
-    ("body", "rests"),
+    ("body", "jobs"),
     [
         (b'{"text": "%s"}' % (b"a" * LARGE_BODY), 5),  # counted, decoded, parsed, and two parts of the request are made
         (b'{"text": "%s"' % (b"a" * LARGE_BODY), 2),  # no JSON
@@ -128,13 +128,17 @@ def test_elements_are_counted_before_they_are_built(path: str, engine: Any, monk
         (b'{"text": "a"}', 0),
     ],
 )
-def test_work_on_large_bodies_is_followed_by_a_rest(
-    body: bytes, rests: int, engine: Any, monkeypatch: pytest.MonkeyPatch
+def test_work_on_large_bodies_is_done_by_the_pool(
+    body: bytes, jobs: int, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread rests for twice the CPU time that it took. Each look at the clock is a second here."""
-    slept: list[float] = []
-    clock = SimpleNamespace(thread_time=itertools.count().__next__, sleep=slept.append, monotonic=time.monotonic)
-    monkeypatch.setattr(receiving, "time", clock)
+    done: list[Any] = []
+    run_job = engine.pool.run
+
+    async def counted(tenant: str, function: Any, *args: Any, **kwargs: Any) -> Any:
+        done.append(function)
+        return await run_job(tenant, function, *args, **kwargs)
+
+    monkeypatch.setattr(engine.pool, "run", counted)
     engine.config = replace(engine.config, max_request_bytes=1 << 20)
 
     async def scenario() -> None:
@@ -143,7 +147,7 @@ def test_work_on_large_bodies_is_followed_by_a_rest(
         await upload.answer()
 
     run(scenario())
-    assert slept == [2.0] * rests
+    assert len(done) == jobs
 
 
 def test_processor_strings_are_counted_before_they_are_decoded(shipping_client: Any) -> None:
@@ -558,3 +562,67 @@ def test_middleware_delays_what_is_received(caller: Caller | None, slept: list[f
     asyncio.run(middleware({"type": "http", "state": {"caller": caller}}, receive, send))
     assert received == messages
     assert delays == slept
+
+
+def test_turns_of_a_burst_leave_others_ahead() -> None:
+    """A request that arrives behind a hundred of another tenant begins before nearly all of them."""
+    begun: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["state"]["caller"].tenant)
+
+    async def scenario() -> None:
+        middleware = TurnsMiddleware(app, others_run=lambda tenant: False)
+        tenants = ["a"] * 100 + ["b"]
+        scopes = [{"type": "http", "state": {"caller": Caller(tenant, may_ship=False)}} for tenant in tenants]
+        await asyncio.gather(*(middleware(scope, None, None) for scope in scopes))  # type: ignore[arg-type]
+
+    asyncio.run(scenario())
+    assert len(begun) == 101
+    assert begun.index("b") <= 2
+
+
+def test_requests_without_a_caller_have_no_turn() -> None:
+    begun: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+
+    async def scenario() -> None:
+        middleware = TurnsMiddleware(app, others_run=lambda tenant: True)
+        health = middleware({"type": "http", "path": "/health", "state": {}}, None, None)  # type: ignore[arg-type]
+        with pytest.raises(StopIteration):
+            health.send(None)  # without a wait
+
+    asyncio.run(scenario())
+    assert begun == ["/health"]
+
+
+def test_turns_are_followed_by_a_rest_while_others_run() -> None:
+    begun: list[str] = []
+    rests: list[float] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["state"]["caller"].tenant)
+        time.sleep(0.01)
+
+    async def scenario() -> None:
+        middleware = TurnsMiddleware(app, others_run=lambda tenant: tenant == "a")
+        loop = asyncio.get_running_loop()
+        ends: list[Any] = []
+
+        def call_later(delay: float, callback: Any, *args: Any) -> None:
+            rests.append(delay)
+            ends.append(lambda: callback(*args))
+
+        loop.call_later = call_later  # type: ignore[assignment]
+        scopes = [{"type": "http", "state": {"caller": Caller(tenant, may_ship=False)}} for tenant in "aabb"]
+        tasks = [asyncio.ensure_future(middleware(scope, None, None)) for scope in scopes]  # type: ignore[arg-type]
+        await asyncio.gather(tasks[0], *tasks[2:])
+        assert begun == ["a", "b", "b"]
+        ends.pop()()
+        await tasks[1]
+
+    asyncio.run(scenario())
+    assert begun == ["a", "b", "b", "a"]
+    assert all(rest >= REST * 0.01 for rest in rests)

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from logitship.server.refusals import QueueFull
-from logitship.server.requests.fair_pool import FairPool
+from logitship.server.requests import fair_pool
+from logitship.server.requests.fair_pool import REST, FairPool, TenantTurns
 
 GENEROUS = 30.0
 
@@ -183,3 +184,87 @@ def test_what_a_job_holds_is_freed_without_the_garbage_collector(pool: FairPool,
         run(scenario())
     finally:
         gc.enable()
+
+
+def test_threads_rest_after_long_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests: list[float] = []
+    rested = threading.Event()
+
+    class Time:
+        thread_time = staticmethod(time.thread_time)
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            rests.append(seconds)
+            rested.set()
+
+    monkeypatch.setattr(fair_pool, "time", Time)
+    pool = FairPool(2, 10, "test-pool")
+
+    def spin(seconds: float) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    async def scenario() -> None:
+        await pool.run("a", spin, 0.0)
+        await pool.run("a", spin, 0.05)
+        assert await asyncio.to_thread(rested.wait, GENEROUS)
+
+    run(scenario())
+    assert len(rests) == 1
+    assert rests[0] >= REST * 0.05
+
+
+def test_results_come_before_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    resumes = threading.Event()
+
+    class Time:
+        thread_time = staticmethod(iter([0.0, 1.0, 1.0, 1.0]).__next__)
+
+        @staticmethod
+        def sleep(seconds: float) -> None:
+            assert seconds == REST
+            assert resumes.wait(GENEROUS)
+
+    monkeypatch.setattr(fair_pool, "time", Time)
+    pool = FairPool(2, 10, "test-pool")
+
+    async def scenario() -> None:
+        assert await pool.run("a", int, "3") == 3
+        waiting = start(pool, "a", lambda: 4)
+        await asyncio.sleep(0)
+        assert (pool.num_running, pool.num_waiting) == (1, 1)  # a tenant whose thread rests does not get another
+        resumes.set()
+        assert await waiting == 4
+
+    run(scenario())
+
+
+def test_turns_of_a_tenant_follow_one_another() -> None:
+    async def scenario() -> None:
+        turns = TenantTurns()
+        order: list[str] = []
+
+        async def take(name: str, tenant: str) -> None:
+            await turns.take(tenant)
+            order.append(name)
+
+        tasks = [asyncio.ensure_future(take(name, name[0])) for name in ("a1", "a2", "a3", "a4", "b1")]
+        await asyncio.sleep(0)
+        assert order == ["a1", "b1"]
+        tasks[1].cancel()
+        turns.end("a")
+        await tasks[2]
+        assert order == ["a1", "b1", "a3"]
+        turns.end("a")
+        tasks[3].cancel()  # it has its turn, but does not know it yet
+        with contextlib.suppress(asyncio.CancelledError):
+            await tasks[3]
+        await take("a5", "a")
+        assert order == ["a1", "b1", "a3", "a5"]
+        for tenant in "ab":
+            turns.end(tenant)
+        assert turns._waiting == {}
+
+    run(scenario())
