@@ -20,7 +20,7 @@ from logitship.builtin_processors.trees.token_tree import (
     TokenTree,
 )
 from logitship.builtin_processors.trees.token_tree_format import read_tree
-from logitship.sampler.allowed_tokens import AllowedTokens
+from logitship.sampler.allowed_tokens import AllowedTokens, mask_of
 
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams, shown
@@ -42,6 +42,8 @@ class InlineTree(BaseModel):  # only for the JSON schema; parsed by `read_tree`
 
 
 _MAX_SEP = 16
+_FEW = 256
+"""Allowed tokens that are listed; more take less time as a mask."""
 _EXPECTED = "the name of a tree, or an object with prefix_dict"
 
 
@@ -119,7 +121,11 @@ class TreeLogitsProcessor(BuiltinProcessor):
         """See `BuiltinProcessor.restrict`."""
         for params, each in zip(param_list, allowed, strict=True):
             vocab_size = params["__req__"].vocab_size
-            each.keep(self._allowed(params, vocab_size).tolist())
+            tokens = self._allowed(params, vocab_size)
+            if len(tokens) <= _FEW:
+                each.keep(tokens.tolist())
+            else:
+                each.keep_mask(mask_of(tokens, vocab_size))
 
     def _allowed(self, params: dict[str, Any], vocab_size: int) -> npt.NDArray[np.int64]:
         tree: TokenTree = self.prepared(params)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import reduce
+from itertools import islice
 from typing import Any, Protocol
 
 import numpy as np
@@ -77,13 +78,15 @@ class AllowedTokens:
         """Return the tokens that are left; None if they are more, or if the logits decide."""
         if self._is_open:
             return None
-        left = self._masked(count) if self._only is None else [token for token in self._only if self._is_set(token)]
-        if left is None:
+        candidates = self._masked(count) if self._only is None else self._only
+        if candidates is None:
             return None
-        left = [token for token in left if token not in self._forbidden and 0 <= token < self._vocab_size]
+        left = [*islice(filter(self._is_left, candidates), count + 1)]
         return left if len(left) <= count else None
 
-    def _is_set(self, token: int) -> bool:
+    def _is_left(self, token: int) -> bool:
+        if token in self._forbidden or not 0 <= token < self._vocab_size:
+            return False
         return all(int(words[token >> 5]) >> (token & 31) & 1 for words in self._masks)
 
     def _masked(self, count: int) -> list[int] | None:
@@ -98,10 +101,12 @@ class AllowedTokens:
         return [32 * place + bit for place in used.tolist() for bit in range(32) if int(words[place]) >> bit & 1]
 
 
-def mask_of(token_ids: Collection[int], vocab_size: int) -> Words:
-    """Return the mask of some tokens, int32 [ceil(vocab / 32)]."""
+def mask_of(token_ids: Collection[int] | npt.NDArray[np.int64], vocab_size: int) -> Words:
+    """Return the mask of some tokens below the size of the vocabulary, int32 [ceil(vocab / 32)]."""
     bits = np.zeros((vocab_size + 31) // 32 * 32, dtype=np.uint8)
-    bits[np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))] = 1
+    if not isinstance(token_ids, np.ndarray):
+        token_ids = np.fromiter(token_ids, dtype=np.int64, count=len(token_ids))
+    bits[token_ids] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
 
 

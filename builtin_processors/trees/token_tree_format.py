@@ -24,6 +24,7 @@ from .token_tree import DEFAULT_END_TOKEN_ID, DEFAULT_SEP, DEFAULT_START_TOKEN_I
 logger = logging.getLogger(__name__)
 
 _MAX_TOKEN_ID = 2**31 - 1
+_INT = frozenset({int})
 
 
 class TreeFormatError(ValueError):
@@ -104,20 +105,30 @@ class _TreeParser:
 
     def _read_candidates(self, value: object) -> None:
         for path, tokens in _members(value, "prefix_dict"):
-            at = f"prefix_dict[{shown(path)}]"
             if not path:
                 if isinstance(tokens, list | Mapping):
-                    raise TreeFormatError(f"{at}: a path cannot be empty")
+                    raise TreeFormatError(f"{_at(path)}: a path cannot be empty")
                 continue
             if not isinstance(tokens, list) or isinstance(tokens, _Object):
-                _refuse(at, "an array of integers", tokens)
-            for index, token in enumerate(tokens):
-                # True is an integer in Python, and RTP-LLM parses integers beyond 64 bits as floating-point numbers.
-                if type(token) is not int or not -(2**63) <= token < 2**64:
-                    _refuse(f"{at}[{index}]", "an integer", token)
-            kept = [token for token in tokens if 0 <= token <= _MAX_TOKEN_ID]
-            self.num_dropped += len(tokens) - len(kept)
-            self._candidates[path] = kept
+                _refuse(_at(path), "an array of integers", tokens)
+            # A tree may have a hundred thousand paths: without a loop over the tokens of usual ones.
+            if not tokens or (_INT.issuperset(map(type, tokens)) and min(tokens) >= 0 and max(tokens) <= _MAX_TOKEN_ID):
+                self._candidates[path] = tokens
+            else:
+                self._candidates[path] = self._read_tokens(path, tokens)
+
+    def _read_tokens(self, path: str, tokens: list[Any]) -> list[int]:
+        for index, token in enumerate(tokens):
+            # True is an integer in Python, and RTP-LLM parses integers beyond 64 bits as floating-point numbers.
+            if type(token) is not int or not -(2**63) <= token < 2**64:
+                _refuse(f"{_at(path)}[{index}]", "an integer", token)
+        kept = [token for token in tokens if 0 <= token <= _MAX_TOKEN_ID]
+        self.num_dropped += len(tokens) - len(kept)
+        return kept
+
+
+def _at(path: str) -> str:
+    return f"prefix_dict[{shown(path)}]"
 
 
 def _members(value: object, at: str) -> Iterable[tuple[str, Any]]:
