@@ -163,9 +163,7 @@ class Engine:
         num_positions = positions(chunk.sequence for chunk in plan.decode)
         num_forced = self.num_forced - forced_before
         # Forced tokens cost what prompt tokens do.
-        self._shares.observe_step(
-            self._clock.seconds_without_processors, plan.num_prompt_tokens + num_forced, num_positions
-        )
+        self._shares.observe_step(self._clock.seconds_without_processors, plan.prompt_cost + num_forced, num_positions)
         if not num_forced:
             self._scheduler.observe(plan, self.num_accepted - accepted_before, time.perf_counter() - plan.started_at)
 
@@ -211,7 +209,7 @@ class Engine:
         with self._clock.schedule:
             members = self._batch.members
             rows = [row for row, sequence in enumerate(members) if not isinstance(sequence, Beam)]
-            budget = self._shares.num_forced_tokens(self._scheduler.chunked_prefill_size, plan.num_prompt_tokens)
+            budget = self._shares.num_forced_tokens(self._scheduler.chunked_prefill_size, plan.prompt_cost)
             runs = self._forced.find(members, rows, budget)
             return plan.with_forced(runs) if runs else plan
 

@@ -16,6 +16,10 @@ from logitship.server.model.output_logits import OutputLogits
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.forced_runs import ForcedRun
 
+LEAST_PROMPT_COST = 4
+"""Tokens that a shorter chunk of a prompt counts as in a step: each has its own attention, and most of them are sampled
+and decode in the next steps."""
+
 
 @dataclass(frozen=True)
 class ScheduledChunk:
@@ -43,6 +47,11 @@ class ScheduledChunk:
         if not self.is_forced or depth >= len(self.drafts) or self.sequence.sampling_params.has_records:
             return False
         return depth in self.certain or all(use.processor.is_mask for use in uses_of(self.sequence.sampling_params))
+
+    @property
+    def prompt_cost(self) -> int:
+        """Prompt tokens that the chunk counts as in a step."""
+        return max(LEAST_PROMPT_COST, len(self.token_ids))
 
     @property
     def samples(self) -> bool:
@@ -75,9 +84,9 @@ class Plan:
         return [*self.decode, *self.prefill]
 
     @property
-    def num_prompt_tokens(self) -> int:
-        """Number of prompt tokens."""
-        return sum(len(chunk.token_ids) for chunk in self.prefill)
+    def prompt_cost(self) -> int:
+        """Prompt tokens of the step. Short prompts count as more."""
+        return sum(chunk.prompt_cost for chunk in self.prefill)
 
     def with_forced(self, runs: Mapping[Sequence, ForcedRun]) -> Plan:
         """Return the plan with the forced runs of some sequences, in place of what was guessed for them."""

@@ -21,7 +21,7 @@ from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .beam_group import Beam, BeamGroup
-from .forward_pass import Plan, ScheduledChunk
+from .forward_pass import LEAST_PROMPT_COST, Plan, ScheduledChunk
 from .tenant_shares import TenantShares
 
 COPIED_POSITIONS = 512
@@ -116,9 +116,9 @@ class Scheduler:
     * A beam search gets the slots of all its beams together, or none: two searches never wait for each other.
     * The prompt of a request is computed once for all its continuations, see the module docstring.
     * A prefix of an earlier sequence of the tenant is not computed again while it is in `prefixes`.
-    * A step computes at most `chunked_prefill_size` prompt tokens, which bounds the delay that a long prompt causes to
-      running sequences. While several tenants run, it also begins no copy of a prompt after `COPIED_POSITIONS`. A
-      tenant that this leaves out is first in one of the next steps.
+    * A step computes at most `chunked_prefill_size` prompt tokens, where a prompt of fewer than four counts as four.
+      That bounds the delay that prompts cause to running sequences. While several tenants run, it also begins no copy
+      of a prompt after `COPIED_POSITIONS`. A tenant that this leaves out is first in one of the next steps.
 
     Args:
         cache: where the slots are.
@@ -195,12 +195,12 @@ class Scheduler:
         )
         wanted = Counter[str]()
         for sequence in computing:
-            wanted[sequence.tenant] += sequence.num_prompt - sequence.num_computed
+            wanted[sequence.tenant] += max(LEAST_PROMPT_COST, sequence.num_prompt - sequence.num_computed)
         left = self._shares.split_prompt_tokens(budget, wanted)
         chunks: list[ScheduledChunk] = []
         left_out = {sequence.tenant for sequence in computing} & self._left_out
         for sequence in computing:
-            if not left[sequence.tenant]:
+            if left[sequence.tenant] <= 0:
                 continue
             if chunks and not self._may_copy and self._needs_copy(sequence):
                 left_out.add(sequence.tenant)
@@ -208,7 +208,7 @@ class Scheduler:
             # In every step: a sequence ahead of it may just have computed the same prefix.
             self._restore_prefix(sequence)
             chunk = ScheduledChunk(sequence, sequence.next_tokens(left[sequence.tenant]))
-            left[sequence.tenant] -= len(chunk.token_ids)
+            left[sequence.tenant] -= chunk.prompt_cost
             chunks.append(chunk)
         self._left_out = left_out - {chunk.sequence.tenant for chunk in chunks}
         return chunks

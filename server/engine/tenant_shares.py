@@ -130,7 +130,7 @@ class TenantShares:
 
         Args:
             seconds: duration of the step.
-            num_prompt_tokens: prompt tokens that it computed.
+            num_prompt_tokens: prompt tokens that it computed; see `Plan.prompt_cost`.
             num_positions: what its decoding sequences cost, see `positions`.
         """
         if num_prompt_tokens == 0:

@@ -290,6 +290,25 @@ def test_reserved_slots_are_for_tenants_with_few(tokenizer: Tokenizer) -> None:
     assert [sum(sequence.slot is not None for sequence in each) for each in (many, few)] == [4, 2]
 
 
+def test_short_prompts_count_as_four_tokens(tokenizer: Tokenizer) -> None:
+    """A burst of them beside another tenant: a step that begins them all would take as long as one for all of them."""
+    shares = TenantShares()
+    shares.observe_step(0.1)
+    shares.observe_step(0.1 + 0.002, num_prompt_tokens=1)  # 16 prompt tokens a step
+    engine = ScriptedEngine(tokenizer, num_slots=32, chunk_size=64, shares=shares)
+    shares.begin_step({"a", "b"})
+    engine.add("decoding", 1, [5, 6], 99, tenant="a")
+    engine.step()
+    burst = engine.add("other prompt", 1, [9] * 6, 9, tenant="b")
+    for number in range(12):
+        burst += engine.add(f"r{number}", 1, [7 + number], 9, tenant="b")
+    started = []
+    for _ in range(5):
+        engine.step()
+        started.append(sum(not sequence.prefilling for sequence in burst))
+    assert started == [4, 8, 12, 13, 13]
+
+
 def test_prompts_of_tenants_take_turns(tokenizer: Tokenizer) -> None:
     shares = TenantShares()
     engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=32, shares=shares)
