@@ -53,8 +53,8 @@ _MEASURED_SEQUENCES = 17
 for."""
 
 _OUTSIDE_PASS = 1.0
-"""What a further sequence adds to a step outside the forward pass, beside what it adds to that: about as much, by
-sampling, detokenizing and sending."""
+"""Time that a further sequence adds to a step outside the forward pass, by sampling, detokenizing and sending, as a
+multiple of what it adds to the pass."""
 
 
 def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> AsyncEngine:

@@ -145,7 +145,7 @@ class TenantTurns:
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Of each tenant that has its turn."""
+        """Waiting for their turns, by tenant; an item for each tenant that has its turn."""
 
     async def take(self, tenant: str) -> None:
         """Wait for a turn of a tenant, in order of arrival. It lasts until `end`."""
