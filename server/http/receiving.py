@@ -25,7 +25,7 @@ from logitship.client.errors import LARGE_PROCESSOR_ADVICE, MAX_PROCESSOR_SIZE_F
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, RequestTimeout, RequestTooLarge
 from logitship.server.requests.body_limits import BYTES_PER_ELEMENT, MAX_DEPTH, QueuedBody, scan_json
-from logitship.server.requests.fair_pool import REST, FairPool, TenantTurns
+from logitship.server.requests.fair_pool import FairPool, TenantTurns
 from logitship.server.schemas.request_schema import IgnoredFields, Model, parse_model
 
 from .auth import caller_of
@@ -171,6 +171,14 @@ class UploadPaceMiddleware:
         await self._app(scope, paced, send)
 
 
+_TURN_REST = 10.0
+"""Rest after the beginning of a request, as a multiple of the event loop's time for that. The loop has about as much to
+do for the rest of the request."""
+
+_LONGEST_TURN_REST = 0.05
+"""Seconds: the event loop may have been busy with other requests."""
+
+
 class TurnsMiddleware:
     """Lets the requests of each caller begin one after the other, with a rest in between if others would wait.
 
@@ -200,7 +208,8 @@ class TurnsMiddleware:
     def _end(self, tenant: str, began: float) -> None:
         loop = asyncio.get_running_loop()
         if self._others_run(tenant):
-            loop.call_later(REST * (loop.time() - began), self._turns.end, tenant)
+            rest = min(_LONGEST_TURN_REST, _TURN_REST * (loop.time() - began))
+            loop.call_later(rest, self._turns.end, tenant)
         else:
             self._turns.end(tenant)
 
