@@ -19,22 +19,49 @@ DECODE_SHARE = 0.5
 """Most time that sequences add to a step while several tenants run, beyond twice what the tenant with the least work
 adds: this part of what a step takes for any number of sequences. In a step with prompts, down to half as much."""
 
-SEQUENCE_COST = 128
-"""Cost of a sequence without its positions, in positions: about 1 ms beside 6 microseconds, a model of 135 million
+SEQUENCE_COST = 256
+"""Cost of a sequence without its positions, in positions: about 1 ms beside 4 microseconds, a model of 135 million
 parameters on two cores."""
 
 _MEMORY = 1 - 1 / 64
 """Weight of an observation beside the next one."""
+
+_LEAST_WEIGHT = 1.0
+"""Number of observations that those of a size count as, at least, however old they are."""
 
 _LEAST_SPREAD = 0.05
 """Least standard deviation of the observed positions, as a part of their mean, that tells their cost from the rest."""
 
 
 @dataclass
+class _MeanStep:
+    """The mean of the observed steps of about one size.
+
+    Attributes:
+        weight: how many observations it counts as.
+    """
+
+    positions: float = 0.0
+    seconds: float = 0.0
+    weight: float = 0.0
+
+    def fade(self) -> None:
+        self.weight = max(_LEAST_WEIGHT, self.weight * _MEMORY)
+
+    def add(self, positions: int, seconds: float) -> None:
+        self.weight += 1
+        self.positions += (positions - self.positions) / self.weight
+        self.seconds += (seconds - self.seconds) / self.weight
+
+
+@dataclass
 class StepTime:
     """The time of a step without prompts, as a line: a part for each position, and the rest.
 
-    Least squares over the last steps, with exponentially fading weights.
+    Least squares over the mean steps of each size, where the largest step of a size has less than twice the positions
+    of its smallest. The weight of older steps fades exponentially, but what is known of a size is never forgotten:
+    otherwise a burst of sequences would find a server that has only run a few for an hour, and has learned the cost of
+    positions from noise.
 
     Attributes:
         per_position: seconds for each position that the step attends to; 0 until steps with different numbers were
@@ -44,24 +71,25 @@ class StepTime:
 
     per_position: float = 0.0
     base: float = 0.0
-    _weight: float = 0.0
-    _mean: tuple[float, float] = (0.0, 0.0)
-    _variance: float = 0.0
-    _covariance: float = 0.0
+    _sizes: dict[int, _MeanStep] = field(default_factory=dict)
 
     def observe(self, positions: int, seconds: float) -> None:
         """Add a step."""
-        self._weight = self._weight * _MEMORY + 1
-        share = 1 / self._weight
-        off = positions - self._mean[0], seconds - self._mean[1]
-        self._mean = self._mean[0] + share * off[0], self._mean[1] + share * off[1]
-        self._variance = (1 - share) * (self._variance + share * off[0] * off[0])
-        self._covariance = (1 - share) * (self._covariance + share * off[0] * off[1])
-        if self._variance > (_LEAST_SPREAD * self._mean[0]) ** 2:
+        for step in self._sizes.values():
+            step.fade()
+        self._sizes.setdefault(positions.bit_length(), _MeanStep()).add(positions, seconds)
+        self._fit([*self._sizes.values()])
+
+    def _fit(self, steps: list[_MeanStep]) -> None:
+        weight = sum(step.weight for step in steps)
+        positions = sum(step.weight * step.positions for step in steps) / weight
+        seconds = sum(step.weight * step.seconds for step in steps) / weight
+        variance = sum(step.weight * (step.positions - positions) ** 2 for step in steps) / weight
+        if variance > (_LEAST_SPREAD * positions) ** 2:
+            covariance = sum(step.weight * (step.positions - positions) * step.seconds for step in steps) / weight
             # Not more than all of the time: others may have slowed the long steps down.
-            slope = max(0.0, self._covariance / self._variance)
-            self.per_position = min(slope, self._mean[1] / self._mean[0])
-        self.base = max(0.0, self._mean[1] - self.per_position * self._mean[0])
+            self.per_position = min(max(0.0, covariance / variance), seconds / positions)
+        self.base = max(0.0, seconds - self.per_position * positions)
 
     def expected(self, positions: int) -> float:
         """Return the seconds that a step probably takes."""

@@ -16,7 +16,7 @@ from logitship.server.model.output_logits import OutputLogits
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.forced_runs import ForcedRun
 
-LEAST_PROMPT_COST = 4
+LEAST_PROMPT_COST = 8
 """Tokens that a shorter chunk of a prompt counts as in a step: each has its own attention, and most of them are sampled
 and decode in the next steps."""
 

@@ -116,7 +116,7 @@ class Scheduler:
     * A beam search gets the slots of all its beams together, or none: two searches never wait for each other.
     * The prompt of a request is computed once for all its continuations, see the module docstring.
     * A prefix of an earlier sequence of the tenant is not computed again while it is in `prefixes`.
-    * A step computes at most `chunked_prefill_size` prompt tokens, where a prompt of fewer than four counts as four.
+    * A step computes at most `chunked_prefill_size` prompt tokens, where a prompt of fewer than eight counts as eight.
       That bounds the delay that prompts cause to running sequences. While several tenants run, it also begins no copy
       of a prompt after `COPIED_POSITIONS`. A tenant that this leaves out is first in one of the next steps.
 

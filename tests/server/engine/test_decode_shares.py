@@ -18,7 +18,7 @@ from logitship.server.engine.decode_shares import (
 )
 
 BASE = 0.04
-PER_POSITION = 5e-6
+PER_POSITION = 3e-6
 
 
 @dataclass(eq=False)
@@ -64,6 +64,19 @@ def test_same_steps_tell_nothing_of_positions() -> None:
     for number in range(100):
         time.observe(1000 + number % 3, 0.04)
     assert (time.per_position, time.base) == (0.0, pytest.approx(0.04))
+
+
+def test_cost_of_positions_is_not_forgotten() -> None:
+    """A few short sequences run for an hour, whose steps take now longer, now shorter."""
+    rng = random.Random(0)
+    time = StepTime()
+    time.observe(SEQUENCE_COST, BASE + PER_POSITION * SEQUENCE_COST)
+    time.observe(20 * SEQUENCE_COST, BASE + 20 * PER_POSITION * SEQUENCE_COST)
+    for _ in range(50):
+        drift = rng.uniform(-0.002, 0.002)
+        for number in range(100):
+            time.observe(300 + 4 * number, BASE + PER_POSITION * 300 + drift)
+    assert time.per_position == pytest.approx(PER_POSITION, rel=0.3)
 
 
 def test_line_is_sound_if_steps_slow_down_for_other_reasons() -> None:
@@ -125,7 +138,9 @@ def test_beams_have_their_turn_together(shares: DecodeShares) -> None:
         beam.group = beams
     sizes = [len(select(shares, [few, *beams])) for _ in range(100)]
     assert set(sizes) == {1, 21}
-    assert sizes.count(21) == pytest.approx(100 * (DECODE_SHARE * BASE) / (20 * 3128 * PER_POSITION), abs=2)
+    assert sizes.count(21) == pytest.approx(
+        100 * (DECODE_SHARE * BASE) / (20 * (3000 + SEQUENCE_COST) * PER_POSITION), abs=2
+    )
 
 
 def test_prompts_are_not_left_out(shares: DecodeShares) -> None:

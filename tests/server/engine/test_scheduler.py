@@ -290,7 +290,7 @@ def test_reserved_slots_are_for_tenants_with_few(tokenizer: Tokenizer) -> None:
     assert [sum(sequence.slot is not None for sequence in each) for each in (many, few)] == [4, 2]
 
 
-def test_short_prompts_count_as_four_tokens(tokenizer: Tokenizer) -> None:
+def test_short_prompts_count_as_eight_tokens(tokenizer: Tokenizer) -> None:
     """A burst of them beside another tenant: a step that begins them all would take as long as one for all of them."""
     shares = TenantShares()
     shares.observe_step(0.1)
@@ -306,7 +306,7 @@ def test_short_prompts_count_as_four_tokens(tokenizer: Tokenizer) -> None:
     for _ in range(5):
         engine.step()
         started.append(sum(not sequence.prefilling for sequence in burst))
-    assert started == [4, 8, 12, 13, 13]
+    assert started == [2, 4, 6, 8, 10]
 
 
 def test_prompts_of_tenants_take_turns(tokenizer: Tokenizer) -> None:
