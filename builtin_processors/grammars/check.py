@@ -5,8 +5,9 @@ process. llguidance limits most of its work, but not all. So a request's grammar
 compiles grammars that took little time, memory and stack.
 
 Run as a script by `GrammarChecker`: each line of stdin and stdout is a JSON value. The first line has the CPU seconds
-per grammar and the arguments of `make_tokenizer`, and is answered by null. Each further line has a grammar, and is
-answered by an error message or null. SIGPROF kills the process when a grammar takes longer.
+per grammar and the arguments of `make_tokenizer`, and is answered by null. Each further line has a grammar, and whether
+it is compiled at a low priority. It is answered by an error message or null, and whether it took long. SIGPROF kills
+the process when a grammar takes longer.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from queue import Empty, SimpleQueue
 
@@ -73,20 +75,30 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     return matcher
 
 
-def check(tokenizer: LLTokenizer, grammar: str) -> str | None:
-    """Return the reason why a grammar cannot be used, or None. Runs on a small stack.
+def check(tokenizer: LLTokenizer, grammar: str, at_low_priority: bool) -> tuple[str | None, bool]:
+    """Compile a grammar on a small stack.
 
     A grammar that takes long continues at a low priority, so that it delays neither tokens nor other checks.
+
+    Args:
+        tokenizer: result of `make_tokenizer`.
+        grammar: the grammar.
+        at_low_priority: begin at the low priority.
+
+    Returns:
+        The reason why it cannot be used, or None; and whether it took long.
     """
-    answers: SimpleQueue[str | None] = SimpleQueue()
+    answers: SimpleQueue[tuple[str | None, bool]] = SimpleQueue()
 
     def run() -> None:
+        if at_low_priority:
+            _lower_priority(threading.get_native_id())
+        reason = None
         try:
             make_matcher(tokenizer, grammar)
         except ValueError as error:
-            answers.put(str(error))
-        else:
-            answers.put(None)
+            reason = str(error)
+        answers.put((reason, time.thread_time() > _SECONDS_AT_FULL_PRIORITY))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -94,9 +106,13 @@ def check(tokenizer: LLTokenizer, grammar: str) -> str | None:
         return answers.get(timeout=_SECONDS_AT_FULL_PRIORITY)
     except Empty:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
-            lower = max(_LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0))  # the server's own may be lower still
-            os.setpriority(os.PRIO_PROCESS, thread.native_id or 0, lower)
+            _lower_priority(thread.native_id or 0)
     return answers.get()
+
+
+def _lower_priority(thread: int) -> None:
+    lower = max(_LOW_PRIORITY, os.getpriority(os.PRIO_PROCESS, 0))  # the server's own may be lower still
+    os.setpriority(os.PRIO_PROCESS, thread, lower)
 
 
 def main(lines: Iterable[str]) -> None:
@@ -109,12 +125,12 @@ def main(lines: Iterable[str]) -> None:
     seconds, arguments = next(requests)
     tokenizer = make_tokenizer(**arguments)
     print(json.dumps(None), flush=True)
-    for grammar in requests:
+    for grammar, at_low_priority in requests:
         # CPU seconds, so that a busy machine refuses no grammar. A kernel timer, because native code does not yield.
         signal.setitimer(signal.ITIMER_PROF, seconds)
-        reason = check(tokenizer, grammar)
+        answer = check(tokenizer, grammar, at_low_priority)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        print(json.dumps(reason), flush=True)
+        print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -27,26 +27,36 @@ class GrammarChecker:
         tokenizer: the arguments of `check.make_tokenizer`.
         deadline: maximum CPU seconds per grammar.
         patience: maximum seconds to wait for the process to start, and for its answer.
+
+    Attributes:
+        took_long: True if the last grammar took long, or ended the process.
     """
 
     def __init__(self, tokenizer: dict[str, Any], deadline: float = 5.0, patience: float = 60.0) -> None:
         self._tokenizer = tokenizer
         self._deadline = deadline
         self._patience = patience
+        self.took_long = False
         self._process: subprocess.Popen[str] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
 
-    def check(self, grammar: str) -> None:
+    def check(self, grammar: str, *, at_low_priority: bool = False) -> None:
         """Check that a grammar can be compiled. Blocks.
+
+        Args:
+            grammar: the grammar.
+            at_low_priority: begin at a low priority, instead of continuing so after a while.
 
         Raises:
             ValueError: it cannot be compiled, or not within the limits of time, memory and stack; says why.
             PreparationUnavailable: it could not be checked, because the process does not start, or the machine is too
                 busy.
         """
+        self.took_long = False
         try:
             process = self._running()
-            _send(process, grammar)
+            self.took_long = True  # unless it answers otherwise
+            _send(process, (grammar, at_low_priority))
             answer = self._answer(process)
         except OSError as error:  # TimeoutError among them
             self.close()
@@ -56,7 +66,8 @@ class GrammarChecker:
             self.close()
             took = "time" if process.returncode == -signal.SIGPROF else "memory, or nests too deeply"
             raise ValueError(f"it takes too much {took}: make it simpler")
-        reason: str | None = json.loads(answer)
+        reason: str | None
+        reason, self.took_long = json.loads(answer)
         if reason is not None:
             raise ValueError(reason)
 

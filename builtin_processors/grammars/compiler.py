@@ -69,6 +69,8 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled = _Recent[LLMatcher](max_grammars)
         self._refused = _Recent[str](_MAX_REFUSALS)
+        self._slow_tenants: set[str] = set()
+        """Tenants whose last grammar took long: the next ones begin at a low priority."""
 
     @property
     def mask_words(self) -> int:
@@ -131,7 +133,7 @@ class GrammarCompiler:
 
     def _make(self, key: bytes, grammar: str, checker: GrammarChecker) -> LLMatcher:
         try:
-            checker.check(grammar)
+            self._check(grammar, checker)
             matcher = check.make_matcher(self._tokenizer, grammar)
         except ValueError as error:
             with self._lock:
@@ -140,6 +142,16 @@ class GrammarCompiler:
         with self._lock:
             self._compiled.put(key, matcher)
         return matcher
+
+    def _check(self, grammar: str, checker: GrammarChecker) -> None:
+        tenant = current_tenant.get()
+        try:
+            checker.check(grammar, at_low_priority=tenant in self._slow_tenants)
+        finally:
+            if checker.took_long:
+                self._slow_tenants.add(tenant)
+            else:
+                self._slow_tenants.discard(tenant)
 
 
 class _Recent(Generic[_Made]):

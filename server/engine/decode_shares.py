@@ -59,7 +59,7 @@ class StepTime:
     """The time of a step without prompts, as a line: a part for each position, and the rest.
 
     Least squares over the mean steps of each size, where the largest step of a size has less than twice the positions
-    of its smallest. The weight of older steps fades exponentially, but what is known of a size is never forgotten:
+    of its smallest. The weight of older steps fades exponentially, but what is known of a size is kept:
     otherwise a burst of sequences would find a server that has only run a few for an hour, and has learned the cost of
     positions from noise.
 

@@ -236,9 +236,9 @@ def test_equal_grammars_are_checked_once(model: ModelView, monkeypatch: pytest.M
     checked = []
     original = GrammarChecker.check
 
-    def counted(self: GrammarChecker, grammar: str) -> None:
+    def counted(self: GrammarChecker, grammar: str, **options: bool) -> None:
         checked.append(grammar)
-        original(self, grammar)
+        original(self, grammar, **options)
 
     monkeypatch.setattr(GrammarChecker, "check", counted)
     compiler = GrammarCompiler(model, num_checkers=1)
@@ -277,6 +277,31 @@ def test_long_check_continues_at_low_priority(model: ModelView) -> None:
             time.sleep(0.01)
         with pytest.raises(ValueError, match=TIME):
             checked.result()
+    assert checker.took_long
+
+
+def test_tenant_with_a_long_grammar_continues_at_low_priority(
+    model: ModelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A dozen of them would slow the engine down for a second. After a short one, the next begins as usual."""
+    begun = []
+    original = GrammarChecker.check
+
+    def recorded(self: GrammarChecker, grammar: str, *, at_low_priority: bool = False) -> None:
+        begun.append(at_low_priority)
+        original(self, grammar, at_low_priority=at_low_priority)
+
+    monkeypatch.setattr(GrammarChecker, "check", recorded)
+    compiler = GrammarCompiler(model, deadline=0.3, num_checkers=1)
+    with pytest.raises(ValueError, match=TIME):
+        compiler.compile(from_json_schema({"type": "integer", "multipleOf": 99999989}))
+    with on_behalf_of("another"):
+        compiler.compile(from_regex("z"))
+    for text in "abc":
+        compiler.compile(from_regex(text))
+    with pytest.raises(ValueError, match="unclosed group"):
+        compiler.compile(from_regex("(a"))
+    assert begun == [False, False, True, False, False, False]
 
 
 def test_checker_process_that_does_not_start(model: ModelView, caplog: pytest.LogCaptureFixture) -> None:

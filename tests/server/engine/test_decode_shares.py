@@ -66,7 +66,7 @@ def test_same_steps_tell_nothing_of_positions() -> None:
     assert (time.per_position, time.base) == (0.0, pytest.approx(0.04))
 
 
-def test_cost_of_positions_is_not_forgotten() -> None:
+def test_cost_of_positions_is_kept() -> None:
     """A few short sequences run for an hour, whose steps take now longer, now shorter."""
     rng = random.Random(0)
     time = StepTime()

@@ -150,7 +150,7 @@ class HuggingFace:
 def test_busy_grammar_checker_is_a_503(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy checker is a temporary error: the client may retry."""
 
-    def busy(*_: object) -> None:
+    def busy(*_: object, **__: object) -> None:
         raise PreparationUnavailable("try again later")
 
     engine = make_engine()
