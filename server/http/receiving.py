@@ -183,8 +183,8 @@ class TurnsMiddleware:
     """Lets the requests of each caller begin one after the other, with a rest in between if others would wait.
 
     The event loop calls what is ready in order of arrival. Without turns, a request that arrives after two hundred of
-    another caller would wait until all of those have been parsed and submitted: a second. And so long, the GIL would be
-    in use.
+    another caller would wait a second until all of those have been parsed and submitted, which would also slow down all
+    steps meanwhile: the loop takes the GIL and a core.
 
     Args:
         app: the application.
