@@ -20,6 +20,8 @@ START_TIMEOUT = 180.0
 """Seconds until the server answers; it loads a model, and imports torch twice."""
 STOP_TIMEOUT = 60.0
 SHARED_MEMORY = Path("/dev/shm")
+_PATIENCE = 10.0
+"""Seconds until programs that end have removed their shared memory."""
 
 
 @dataclass(frozen=True)
@@ -220,7 +222,14 @@ def _field(file: Path, name: str) -> int:
 
 
 def shared_memory_left(before: set[str]) -> list[str]:
-    """Return new files in `/dev/shm` that belong to no live process."""
+    """Return new files in `/dev/shm` that belong to no live process, after those of programs that just end are gone."""
+    end = time.monotonic() + _PATIENCE
+    while (left := _unused_shared_memory(before)) and time.monotonic() < end:
+        time.sleep(0.1)
+    return left
+
+
+def _unused_shared_memory(before: set[str]) -> list[str]:
     new = {entry.name for entry in SHARED_MEMORY.iterdir()} - before
     if not new:
         return []

@@ -268,3 +268,9 @@ def test_turns_of_a_tenant_follow_one_another() -> None:
         assert turns._waiting == {}
 
     run(scenario())
+
+
+def test_turns_end_with_their_event_loop() -> None:
+    turns = TenantTurns()
+    for _ in range(2):
+        asyncio.run(asyncio.wait_for(turns.take("a"), 10))
