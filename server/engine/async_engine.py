@@ -23,10 +23,11 @@ from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.refusals import ServiceUnavailable, ShareExceeded
 from logitship.server.requests.body_limits import QueuedBody, QueuedBytes
-from logitship.server.requests.fair_pool import REST, FairPool, TenantTurns
+from logitship.server.requests.fair_pool import REST, FairPool
 from logitship.server.requests.messages import AttachedProcessor, GenerationRequest, GenerationStream, ProcessorRequest
 from logitship.server.requests.request_validation import Limits, check, check_sandboxed, check_with_plugins
 from logitship.server.requests.sequence import Sequence
+from logitship.server.requests.tenant_turns import TenantTurns
 from logitship.server.tokenizer import Tokenizer
 
 from .active_requests import ActiveRequest, ActiveRequests, SequenceFactory

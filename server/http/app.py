@@ -50,11 +50,11 @@ from .docs_routes import docs_router
 from .documentation import complete
 from .json_responses import install_error_handlers
 from .metrics_routes import METRICS_PATH, metrics_router
+from .pacing import TurnsMiddleware, UploadPace, UploadPaceMiddleware
 from .playground_routes import playground_files, playground_router
 from .pooling_routes import pooling_router
 from .processor_routes import processor_router
 from .rate_limit_middleware import RateLimitMiddleware
-from .receiving import TurnsMiddleware, UploadPace, UploadPaceMiddleware
 from .request_log import HEADER as REQUEST_ID_HEADER
 from .request_log import IGNORED_HEADER, PROCESSORS_HEADER, RequestLogMiddleware
 

@@ -1,14 +1,13 @@
 """Receiving requests within bounds, and the CPU work that their bodies ask for.
 
-Requests of a tenant begin one after the other. The head of a request is bounded in time, a body in time, pace, bytes
-and elements. A client that disconnects cancels the work, too.
+The head of a request is bounded in time, a body in time, bytes and elements. A client that disconnects cancels the
+work, too.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -18,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, TypeVar
 import orjson
 from fastapi import Request
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from logitship.client.errors import LARGE_PROCESSOR_ADVICE, MAX_PROCESSOR_SIZE_FLAG
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, RequestTimeout, RequestTooLarge
 from logitship.server.requests.body_limits import BYTES_PER_ELEMENT, MAX_DEPTH, QueuedBody, scan_json
-from logitship.server.requests.fair_pool import FairPool, TenantTurns
+from logitship.server.requests.fair_pool import FairPool
 from logitship.server.schemas.request_schema import IgnoredFields, Model, parse_model
 
 from .auth import caller_of
@@ -35,12 +34,6 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol as Protocol  # what `AutoHTTPProtocol` may be
 else:
     Protocol = AutoHTTPProtocol
-
-UPLOAD_RATE = 16 << 20
-"""Bytes per second that a tenant may upload for long. To receive that much takes a few percent of a core."""
-
-UPLOAD_BURST = 4 << 20
-"""Bytes that a tenant may upload at once before."""
 
 _HEAD_TIMEOUT_RESPONSE = (
     b"HTTP/1.1 408 Request Timeout\r\nConnection: close\r\nContent-Type: text/plain; charset=utf-8\r\n"
@@ -112,106 +105,6 @@ def head_timeout_protocol(seconds: float) -> type[asyncio.Protocol]:
         head_timeout = seconds
 
     return LimitedProtocol
-
-
-class UploadPace:
-    """Computes how long to wait before more of a tenant's bodies is received (a leaky bucket).
-
-    A tenant that uploads without end leaves the event loop to the others.
-
-    Args:
-        clock: returns seconds.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._levels: dict[str, tuple[float, float]] = {}
-        """Tenant → (bytes in its bucket, at this time)."""
-
-    def delay(self, tenant: str, size: int) -> float:
-        """Count received bytes. Returns the seconds to wait before more is received."""
-        now = self._clock()
-        level, at = self._levels.get(tenant, (0.0, now))
-        level = max(0.0, level - (now - at) * UPLOAD_RATE) + size
-        self._levels[tenant] = level, now
-        return max(0.0, (level - UPLOAD_BURST) / UPLOAD_RATE)
-
-
-class UploadPaceMiddleware:
-    """Delays the bodies of callers that upload too fast. Bodies without a caller have no reader.
-
-    While nothing receives a body, its connection is not read either, and TCP makes the client wait.
-
-    Args:
-        app: the application.
-        pace: the pace of all requests.
-        sleep: waits this many seconds.
-    """
-
-    def __init__(
-        self, app: ASGIApp, pace: UploadPace, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    ) -> None:
-        self._app = app
-        self._pace = pace
-        self._sleep = sleep
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request."""
-        caller = scope.get("state", {}).get("caller")
-        if caller is None:
-            await self._app(scope, receive, send)
-            return
-
-        async def paced() -> Message:
-            message = await receive()
-            if (body := message.get("body")) and (delay := self._pace.delay(caller.tenant, len(body))):
-                await self._sleep(delay)
-            return message
-
-        await self._app(scope, paced, send)
-
-
-_TURN_REST = 10.0
-"""Rest after the beginning of a request, as a multiple of the event loop's time for that. The loop has about as much to
-do for the rest of the request."""
-
-_LONGEST_TURN_REST = 0.05
-"""Seconds: the event loop may have been busy with other requests."""
-
-
-class TurnsMiddleware:
-    """Lets the requests of each caller begin one after the other, with a rest in between if others would wait.
-
-    The event loop calls what is ready in order of arrival. Without turns, a request that arrives after two hundred of
-    another caller would wait a second until all of those have been parsed and submitted, which would also slow down all
-    steps meanwhile: the loop takes the GIL and a core.
-
-    Args:
-        app: the application.
-        others_run: returns whether sequences of other callers than this tenant run.
-    """
-
-    def __init__(self, app: ASGIApp, others_run: Callable[[str], bool]) -> None:
-        self._app = app
-        self._others_run = others_run
-        self._turns = TenantTurns()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request. Those without a caller have no turn."""
-        caller = scope.get("state", {}).get("caller")
-        if caller is not None:
-            await self._turns.take(caller.tenant)
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self._end, caller.tenant, loop.time())
-        await self._app(scope, receive, send)
-
-    def _end(self, tenant: str, began: float) -> None:
-        loop = asyncio.get_running_loop()
-        if self._others_run(tenant):
-            rest = min(_LONGEST_TURN_REST, _TURN_REST * (loop.time() - began))
-            loop.call_later(rest, self._turns.end, tenant)
-        else:
-            self._turns.end(tenant)
 
 
 P = ParamSpec("P")

@@ -1,4 +1,4 @@
-"""Threads for the CPU work of requests, and turns, which tenants share fairly."""
+"""Threads for the CPU work of requests, shared fairly between tenants."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -138,47 +138,6 @@ class FairPool:
 
     def _may_take(self, tenant: str) -> bool:
         return self._running[tenant] < self._num_threads - 1
-
-
-class TenantTurns:
-    """Turns on an event loop: each tenant has one at a time.
-
-    They end with the loop: on the next one, all tenants begin anew.
-    """
-
-    def __init__(self) -> None:
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Waiting for their turns, by tenant; an item for each tenant that has its turn."""
-
-    async def take(self, tenant: str) -> None:
-        """Wait for a turn of a tenant, in order of arrival. It lasts until `end`."""
-        loop = asyncio.get_running_loop()
-        if loop is not self._loop:
-            self._loop = loop
-            self._waiting.clear()
-        waiting = self._waiting.get(tenant)
-        if waiting is None:
-            self._waiting[tenant] = deque()
-            return
-        turn: asyncio.Future[None] = loop.create_future()
-        waiting.append(turn)
-        try:
-            await turn
-        except asyncio.CancelledError:
-            if not turn.cancelled():  # it has just begun
-                self.end(tenant)
-            raise
-
-    def end(self, tenant: str) -> None:
-        """End a turn: the tenant's next one begins."""
-        waiting = self._waiting[tenant]
-        while waiting:
-            turn = waiting.popleft()
-            if not turn.done():
-                turn.set_result(None)
-                return
-        del self._waiting[tenant]
 
 
 def call_for(future: asyncio.Future[T], function: Callable[[], T]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
@@ -16,18 +15,11 @@ from uvicorn.server import ServerState
 
 from logitship.server.http import receiving
 from logitship.server.http.app import create_app
-from logitship.server.http.auth import Caller
 from logitship.server.http.receiving import (
     LARGE_BODY,
     SHORT_TEXT,
-    UPLOAD_BURST,
-    UPLOAD_RATE,
-    TurnsMiddleware,
-    UploadPace,
-    UploadPaceMiddleware,
     head_timeout_protocol,
 )
-from logitship.server.requests.fair_pool import REST
 from logitship.server.schemas.request_schema import parse_model
 
 GENEROUS = 30.0
@@ -502,127 +494,3 @@ def test_lost_connection_is_not_closed_again() -> None:
         assert connection.written == b""
 
     run(scenario())
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_long_uploads_have_the_rate() -> None:
-    clock = FakeClock()
-    pace = UploadPace(clock)
-    assert pace.delay("a", UPLOAD_BURST) == 0.0
-    for _ in range(10):
-        delay = pace.delay("a", UPLOAD_RATE // 4)
-        assert delay == pytest.approx(0.25)
-        clock.now += delay
-
-
-def test_tenants_have_paces_of_their_own() -> None:
-    pace = UploadPace(FakeClock())
-    assert pace.delay("a", UPLOAD_BURST + UPLOAD_RATE) == 1.0
-    assert pace.delay("b", UPLOAD_BURST) == 0.0
-
-
-def test_a_pause_permits_another_burst() -> None:
-    clock = FakeClock()
-    pace = UploadPace(clock)
-    assert pace.delay("a", UPLOAD_BURST + UPLOAD_RATE) == 1.0
-    clock.now += 1000.0
-    assert pace.delay("a", UPLOAD_BURST) == 0.0
-
-
-@pytest.mark.parametrize(("caller", "slept"), [(Caller("a", may_ship=False), [1.0, 2.0]), (None, [])])
-def test_middleware_delays_what_is_received(caller: Caller | None, slept: list[float]) -> None:
-    delays: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        delays.append(seconds)
-
-    bodies = [b"x" * (UPLOAD_BURST + UPLOAD_RATE), b"y" * UPLOAD_RATE, b""]
-    messages: list[Any] = [{"type": "http.request", "body": body, "more_body": bool(body)} for body in bodies]
-    messages.append({"type": "http.disconnect"})
-    received: list[Any] = []
-
-    async def receive() -> Any:
-        return messages[len(received)]
-
-    async def send(message: Any) -> None:
-        raise AssertionError
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        while len(received) < 4:
-            received.append(await receive())
-
-    middleware = UploadPaceMiddleware(app, UploadPace(FakeClock()), sleep)
-    asyncio.run(middleware({"type": "http", "state": {"caller": caller}}, receive, send))
-    assert received == messages
-    assert delays == slept
-
-
-def test_turns_of_a_burst_leave_others_ahead() -> None:
-    """A request that arrives behind a hundred of another tenant begins before nearly all of them."""
-    begun: list[str] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        begun.append(scope["state"]["caller"].tenant)
-
-    async def scenario() -> None:
-        middleware = TurnsMiddleware(app, others_run=lambda tenant: False)
-        tenants = ["a"] * 100 + ["b"]
-        scopes = [{"type": "http", "state": {"caller": Caller(tenant, may_ship=False)}} for tenant in tenants]
-        await asyncio.gather(*(middleware(scope, None, None) for scope in scopes))  # type: ignore[arg-type]
-
-    asyncio.run(scenario())
-    assert len(begun) == 101
-    assert begun.index("b") <= 2
-
-
-def test_requests_without_a_caller_have_no_turn() -> None:
-    begun: list[str] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        begun.append(scope["path"])
-
-    async def scenario() -> None:
-        middleware = TurnsMiddleware(app, others_run=lambda tenant: True)
-        health = middleware({"type": "http", "path": "/health", "state": {}}, None, None)  # type: ignore[arg-type]
-        with pytest.raises(StopIteration):
-            health.send(None)  # without a wait
-
-    asyncio.run(scenario())
-    assert begun == ["/health"]
-
-
-def test_turns_are_followed_by_a_rest_while_others_run() -> None:
-    begun: list[str] = []
-    rests: list[float] = []
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        begun.append(scope["state"]["caller"].tenant)
-        time.sleep(0.01)
-
-    async def scenario() -> None:
-        middleware = TurnsMiddleware(app, others_run=lambda tenant: tenant == "a")
-        loop = asyncio.get_running_loop()
-        ends: list[Any] = []
-
-        def call_later(delay: float, callback: Any, *args: Any) -> None:
-            rests.append(delay)
-            ends.append(lambda: callback(*args))
-
-        loop.call_later = call_later  # type: ignore[assignment]
-        scopes = [{"type": "http", "state": {"caller": Caller(tenant, may_ship=False)}} for tenant in "aabb"]
-        tasks = [asyncio.ensure_future(middleware(scope, None, None)) for scope in scopes]  # type: ignore[arg-type]
-        await asyncio.gather(tasks[0], *tasks[2:])
-        assert begun == ["a", "b", "b"]
-        ends.pop()()
-        await tasks[1]
-
-    asyncio.run(scenario())
-    assert begun == ["a", "b", "b", "a"]
-    assert all(rest >= REST * 0.01 for rest in rests)
