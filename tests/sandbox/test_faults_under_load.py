@@ -505,7 +505,11 @@ def test_fault_ends_only_the_faulty_requests(loaded: Loaded, case: FaultCase) ->
     http_body = {
         "input_ids": offender_stream(string, 2).request().prompt_token_ids,
         "custom_logit_processor": {"source": string.source, "class_name": string.class_name},
-        "sampling_params": {"max_new_tokens": OFFENDER_LENGTH, "custom_params": HARMLESS | {"from_step": 2}},
+        "sampling_params": {
+            "max_new_tokens": OFFENDER_LENGTH,
+            "ignore_eos": True,
+            "custom_params": HARMLESS | {"from_step": 2},
+        },
     }
 
     async def scene() -> tuple[list[Ended], httpx.Response, list[int]]:
@@ -667,7 +671,7 @@ class P(CustomLogitProcessor):
 @pytest.mark.parametrize("fault", ["raise ValueError('no more')", "while True: pass", "sys.exit()"])
 def test_what_is_printed_is_in_the_receipt_and_in_the_error(loaded: Loaded, fault: str) -> None:
     string = {"source": PRINTS.format(fault=fault), "class_name": "P"}
-    sampling: dict[str, Any] = {"max_new_tokens": 3}
+    sampling: dict[str, Any] = {"max_new_tokens": 3, "ignore_eos": True}
     body = {"input_ids": [5], "custom_logit_processor": string, "sampling_params": sampling}
 
     async def scene() -> tuple[httpx.Response, httpx.Response]:
