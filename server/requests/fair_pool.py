@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import threading
 import time
@@ -24,6 +25,9 @@ REST = 2.0
 _LONG_JOB = 0.005
 """Seconds of CPU time of a job from which on its thread rests afterwards."""
 
+_IDLE = 30.0
+"""Seconds without a job after which a thread ends."""
+
 
 def pool_threads() -> int:
     """Return the number of threads for a server: half the cores, because the engine computes on all; at least 2."""
@@ -39,19 +43,22 @@ class FairPool:
       the cores, and the GIL, for which each operation of a forward pass waits. Jobs that follow one another would slow
       all its steps down.
     * A job that waits ends when its caller is cancelled. A job that runs is not interrupted: keep jobs short.
-    * Threads start with the first jobs. They do not delay the end of the process.
+    * Threads start with the first jobs, and end when they have had none for a while. They do not delay the end of the
+      process.
 
     Args:
         num_threads: most threads, 2 or more.
         max_waiting: most waiting jobs of a tenant.
         name: prefix of the threads' names.
+        idle: seconds without a job after which a thread ends.
     """
 
-    def __init__(self, num_threads: int, max_waiting: int, name: str) -> None:
+    def __init__(self, num_threads: int, max_waiting: int, name: str, idle: float = _IDLE) -> None:
         self._num_threads = num_threads
         self._max_waiting = max_waiting
-        self._name = name
-        self._threads: list[threading.Thread] = []
+        self._names = (f"{name}-{number}" for number in itertools.count())
+        self._idle = idle
+        self._threads: set[threading.Thread] = set()
         self._num_idle = 0
         self._waiting: RoundRobinQueue[Callable[[], None]] = RoundRobinQueue(max_waiting)
         self._running: Counter[str] = Counter()
@@ -108,16 +115,16 @@ class FairPool:
             self._changed.notify()
 
     def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}", daemon=True)
-        self._threads.append(thread)
+        thread = threading.Thread(target=self._work, name=next(self._names), daemon=True)
+        self._threads.add(thread)
         thread.start()
 
     def _work(self) -> None:
-        while True:
-            tenant, job = self._next()
+        while (taken := self._next()) is not None:
+            tenant, job = taken
             began = time.thread_time()
             job()
-            del job  # it may hold a large body
+            del job, taken  # it may hold a large body
             if (seconds := time.thread_time() - began) > _LONG_JOB:
                 time.sleep(REST * seconds)
             with self._changed:
@@ -126,14 +133,18 @@ class FairPool:
                     del self._running[tenant]
                 self._changed.notify_all()  # the tenant may have been passed over
 
-    def _next(self) -> tuple[str, Callable[[], None]]:
-        """Wait for a job, and count it as running."""
+    def _next(self) -> tuple[str, Callable[[], None]] | None:
+        """Wait for a job, and count it as running. Returns None if the thread has to end."""
         with self._changed:
-            while (taken := self._waiting.get(self._may_take)) is None:
+            is_called = True
+            while (taken := self._waiting.get(self._may_take)) is None and is_called:
                 self._num_idle += 1
-                self._changed.wait()
+                is_called = self._changed.wait(self._idle)
                 self._num_idle -= 1
-            self._running[taken[0]] += 1
+            if taken is None:
+                self._threads.discard(threading.current_thread())
+            else:
+                self._running[taken[0]] += 1
             return taken
 
     def _may_take(self, tenant: str) -> bool:

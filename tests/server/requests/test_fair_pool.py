@@ -239,3 +239,21 @@ def test_results_come_before_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await waiting == 4
 
     run(scenario())
+
+
+def test_idle_threads_end_and_start_again() -> None:
+    pool = FairPool(3, 10, "idle-pool", idle=0.001)
+
+    def threads() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if thread.name.startswith("idle-pool")]
+
+    async def scenario() -> None:
+        first = await pool.run("a", threading.current_thread)
+        await asyncio.to_thread(first.join, GENEROUS)
+        assert not threads()
+        assert await asyncio.gather(*(start(pool, "a", lambda: "again") for _ in range(5))) == ["again"] * 5
+        for thread in threads():
+            await asyncio.to_thread(thread.join, GENEROUS)
+        assert not threads()
+
+    run(scenario())
