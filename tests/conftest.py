@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -130,6 +131,17 @@ def _is_slow(item: pytest.Item) -> bool:
     marked = item.get_closest_marker("slow") is not None
     sandboxed = any(isinstance(param, str) and param == "sandbox" for param in params)  # an array compares by element
     return marked or not SLOW_FIXTURES.isdisjoint(fixtures) or sandboxed
+
+
+@pytest.fixture
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Install Python's default SIGINT handler, which is missing if a shell started Python in the background.
+
+    Child processes have it, too.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

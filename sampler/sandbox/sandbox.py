@@ -48,7 +48,10 @@ _DUMP_PAUSE = 0.01
 """Seconds in which a process that runs has written where it is."""
 
 _DUMP_TIMEOUT = 0.1
-"""Most seconds to wait for that."""
+"""Seconds that it may take for that: of CPU time; or of wall-clock time, as far as it waits."""
+
+_DUMP_BACKSTOP = 2.0
+"""Most wall-clock seconds for that, however few of them it gets of the cores."""
 
 _CHUNK = 4096
 """Bytes of an answer to read at first."""
@@ -98,12 +101,12 @@ class _Overdue:
 
     Attributes:
         limit: what `CallDeadline.exceeded` returned.
-        since: `time.perf_counter` when the process was asked.
+        deadline: of its response, since it was asked.
         num_received: bytes received before.
     """
 
     limit: str
-    since: float
+    deadline: CallDeadline
     num_received: int
 
 
@@ -417,8 +420,8 @@ class Sandbox:
 
     def _ask_where_it_is(self, call: _Call, limit: str) -> None:
         """Let the process write where it is to the connection. It will be killed: no answer is accepted any more."""
-        call.overdue = _Overdue(limit, time.perf_counter(), len(call.received))
-        call.deadline.next_look = call.overdue.since + _DUMP_PAUSE
+        call.overdue = _Overdue(limit, CallDeadline(self._clock, _DUMP_TIMEOUT, _DUMP_BACKSTOP), len(call.received))
+        call.deadline.next_look = call.overdue.deadline.began + _DUMP_PAUSE
         self._process.send(DUMP_SIGNAL)
 
     def _fail_with_dump(self, call: _Call, overdue: _Overdue) -> None:
@@ -427,12 +430,13 @@ class Sandbox:
         Raises:
             SandboxDied: it has, or did not.
         """
-        waited = time.perf_counter() - overdue.since
+        now, deadline = time.perf_counter(), overdue.deadline
         dump = bytes(call.received[overdue.num_received :])
-        is_complete = dump.endswith(b"\n") and waited >= _DUMP_PAUSE
-        if is_complete or waited >= _DUMP_TIMEOUT or call.closed_at is not None:
+        is_complete = dump.endswith(b"\n") and now - deadline.began >= _DUMP_PAUSE
+        is_late = now >= deadline.next_look and deadline.exceeded() is not None
+        if is_complete or is_late or call.closed_at is not None:
             raise self._fail("deadline", f"gave no answer within {overdue.limit}: its process was killed", dump)
-        call.deadline.next_look = time.perf_counter() + _DUMP_PAUSE
+        call.deadline.next_look = now + _DUMP_PAUSE
 
     def _receive(self, call: _Call) -> None:
         # In chunks, because `recv` allocates the requested size, and most answers are short.

@@ -213,7 +213,7 @@ def assert_too_late(outcome: RunOutcome, seconds: float) -> None:
 def test_timeout_says_where(
     executor: SandboxExecutor, caller: Caller, body: str, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox_module, "_DUMP_TIMEOUT", 60.0)  # the machine may be busy
+    monkeypatch.setattr(sandbox_module, "_DUMP_BACKSTOP", 60.0)  # the machine may be busy
     processor = executor.load(source(body))
     (fault,) = caller.call(processor, caller.attach(processor))[1].faults.values()
     assert fault.kind == "deadline"
@@ -227,7 +227,7 @@ def test_timeout_says_where(
 
 
 def test_timeout_of_a_load_says_where(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_module, "_DUMP_TIMEOUT", 60.0)
+    monkeypatch.setattr(sandbox_module, "_DUMP_BACKSTOP", 60.0)
     limits = SandboxLimits(cpu_time=2.0, step_timeout=1.0, first_step_timeout=1.0, load_timeout=0.5)
     executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
     monkeypatch.setattr(zygote, "close", lambda: None)

@@ -63,6 +63,7 @@ class Dev:
         self.process.wait()
 
 
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 def test_saves_breakpoints_and_a_loop_that_never_ends(tmp_path: Path, float32_model: LoadedModel) -> None:
     model, author = tmp_path / "model", tmp_path / "author"
     float32_model.model.save_pretrained(model)

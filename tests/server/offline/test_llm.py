@@ -5,7 +5,7 @@ import gc
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -145,14 +145,6 @@ def test_works_inside_running_event_loop(llm: LLM) -> None:
 
 
 # --- interruption and shutdown ---
-
-
-@pytest.fixture
-def ctrl_c_interrupts() -> Iterator[None]:
-    """Install Python's default SIGINT handler, which is missing if a shell started Python in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.usefixtures("ctrl_c_interrupts")
