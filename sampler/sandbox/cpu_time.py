@@ -177,7 +177,7 @@ DEFERRED_NICE = 19
 
 
 def lower_priority(pid: int, nice: int) -> None:
-    """Give a process this nice value, or the server's own if that is higher."""
+    """Give a process, or a thread, this nice value, or the server's own if that is higher."""
     with contextlib.suppress(OSError):  # it has ended
         os.setpriority(os.PRIO_PROCESS, pid, max(nice, _own_nice()))
 

@@ -23,7 +23,7 @@ from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.refusals import ServiceUnavailable, ShareExceeded
 from logitship.server.requests.body_limits import QueuedBody, QueuedBytes
-from logitship.server.requests.fair_pool import REST, FairPool
+from logitship.server.requests.fair_pool import REST, FairPool, run_behind_the_engine
 from logitship.server.requests.messages import AttachedProcessor, GenerationRequest, GenerationStream, ProcessorRequest
 from logitship.server.requests.request_validation import Limits, check, check_sandboxed, check_with_plugins
 from logitship.server.requests.sequence import Sequence
@@ -340,7 +340,13 @@ class AsyncEngine:
             raise
         disconnect = Disconnect()
         current_disconnect.set(disconnect)
-        loading = in_daemon_thread(self.processors.load, request, held, shipped)
+
+        def load() -> list[list[ProcessorUse]]:
+            if is_large:
+                run_behind_the_engine()
+            return self.processors.load(request, held, shipped)
+
+        loading = in_daemon_thread(load)
         if is_large:
             self._end_load_turn_after(loading, request.tenant)
         try:

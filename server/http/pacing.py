@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
+from starlette.status import HTTP_429_TOO_MANY_REQUESTS
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logitship.server.requests.tenant_turns import TenantTurns
@@ -22,6 +23,10 @@ do for the rest of the request."""
 
 _LONGEST_TURN_REST = 0.05
 """Seconds: the event loop may have been busy with other requests."""
+
+_REFUSAL_REST = 0.1
+"""Seconds after a 429 until the next request of the tenant begins. The refusal of a large body takes the event loop
+several milliseconds, and a client that does not heed `Retry-After` sends it again at once."""
 
 
 class UploadPace:
@@ -86,7 +91,7 @@ class TurnsMiddleware:
 
     The event loop calls what is ready in order of arrival. Without turns, a request that arrives after two hundred of
     another caller would wait a second until all of those have been parsed and submitted, which would also slow down all
-    steps meanwhile: the loop takes the GIL and a core.
+    steps meanwhile: the loop takes the GIL and a core. Refusals for too many requests are followed by a longer rest.
 
     Args:
         app: the application.
@@ -97,15 +102,35 @@ class TurnsMiddleware:
         self._app = app
         self._others_run = others_run
         self._turns = TenantTurns()
+        self._refused_at: dict[str, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Forward the request. Those without a caller have no turn."""
         caller = scope.get("state", {}).get("caller")
-        if caller is not None:
-            await self._turns.take(caller.tenant)
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self._end, caller.tenant, loop.time())
-        await self._app(scope, receive, send)
+        if caller is None:
+            await self._app(scope, receive, send)
+            return
+        tenant = caller.tenant
+        loop = asyncio.get_running_loop()
+
+        async def watched(message: Message) -> None:
+            if message.get("status") == HTTP_429_TOO_MANY_REQUESTS:
+                self._refused_at[tenant] = loop.time()
+            await send(message)
+
+        await self._turns.take(tenant)
+        try:
+            await self._rest_after_refusal(tenant)
+        except BaseException:  # cleanup, then re-raised
+            self._turns.end(tenant)
+            raise
+        loop.call_soon(self._end, tenant, loop.time())
+        await self._app(scope, receive, watched)
+
+    async def _rest_after_refusal(self, tenant: str) -> None:
+        refused_at = self._refused_at.pop(tenant, None)
+        if refused_at is not None and self._others_run(tenant):
+            await asyncio.sleep(refused_at + _REFUSAL_REST - asyncio.get_running_loop().time())
 
     def _end(self, tenant: str, began: float) -> None:
         loop = asyncio.get_running_loop()

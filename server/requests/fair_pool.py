@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
 from logitship.sampler.round_robin_queue import RoundRobinQueue, TenantQueueFull
+from logitship.sampler.sandbox.cpu_time import lower_priority
 from logitship.server.refusals import QueueFull
 
 P = ParamSpec("P")
@@ -25,7 +26,10 @@ REST = 2.0
 _LONG_JOB = 0.005
 """Seconds of CPU time of a job from which on its thread rests afterwards."""
 
-_IDLE = 30.0
+_NICE = 7
+"""Nice value of threads for such work: beside a busy core, they get a fifth of it."""
+
+_IDLE = 2.0
 """Seconds without a job after which a thread ends."""
 
 
@@ -39,9 +43,8 @@ class FairPool:
 
     Guarantees:
     * A tenant occupies all threads but one at most, so that the first job of another tenant starts at once.
-    * A thread rests after a long job for longer than that took, and counts as its tenant's meanwhile: the engine needs
-      the cores, and the GIL, for which each operation of a forward pass waits. Jobs that follow one another would slow
-      all its steps down.
+    * Jobs leave the cores to the engine, see `run_behind_the_engine`. A thread rests after a long job for longer than
+      that took, and counts as its tenant's meanwhile: each operation of a forward pass waits for the GIL.
     * A job that waits ends when its caller is cancelled. A job that runs is not interrupted: keep jobs short.
     * Threads start with the first jobs, and end when they have had none for a while. They do not delay the end of the
       process.
@@ -120,6 +123,7 @@ class FairPool:
         thread.start()
 
     def _work(self) -> None:
+        run_behind_the_engine()
         while (taken := self._next()) is not None:
             tenant, job = taken
             began = time.thread_time()
@@ -149,6 +153,15 @@ class FairPool:
 
     def _may_take(self, tenant: str) -> bool:
         return self._running[tenant] < self._num_threads - 1
+
+
+def run_behind_the_engine() -> None:
+    """Give the calling thread a low priority, until it ends.
+
+    A forward pass uses all cores: each of its parallel regions ends with its slowest thread, so that a step takes twice
+    as long if one of them shares its core. While the engine waits for the GIL, its own core is free for this thread.
+    """
+    lower_priority(threading.get_native_id(), _NICE)
 
 
 def call_for(future: asyncio.Future[T], function: Callable[[], T]) -> None:

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from logitship.server.http import pacing
 from logitship.server.http.auth import Caller
 from logitship.server.http.pacing import (
     _LONGEST_TURN_REST,
+    _REFUSAL_REST,
     UPLOAD_BURST,
     UPLOAD_RATE,
     TurnsMiddleware,
@@ -141,3 +143,56 @@ def test_turns_are_followed_by_a_rest_while_others_run() -> None:
     asyncio.run(scenario())
     assert begun == ["a", "b", "b", "a"]
     assert rests == [_LONGEST_TURN_REST] * len(rests)  # ten times as long as its beginning, else
+
+
+@pytest.mark.parametrize(("status", "others_run", "rests"), [(429, True, 1), (429, False, 0), (400, True, 0)])
+def test_refusals_for_too_many_requests_are_followed_by_a_rest(
+    monkeypatch: pytest.MonkeyPatch, status: int, others_run: bool, rests: int
+) -> None:
+    slept: list[float] = []
+    sent: list[Any] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": status})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def scenario() -> None:
+        middleware = TurnsMiddleware(app, others_run=lambda tenant: others_run)
+        for tenant in ("refused", "another", "refused"):
+            scope = {"type": "http", "state": {"caller": Caller(tenant, may_ship=False)}}
+            await middleware(scope, None, send)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pacing.asyncio, "sleep", sleep)
+    asyncio.run(scenario())
+    assert [0 < seconds <= _REFUSAL_REST for seconds in slept] == [True] * rests
+    assert len(sent) == 6
+
+
+def test_a_client_that_leaves_in_the_rest_ends_its_turn() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 429})
+
+    async def send(message: Any) -> None:
+        pass
+
+    async def scenario() -> None:
+        middleware = TurnsMiddleware(app, others_run=lambda tenant: True)
+        scope = {"type": "http", "state": {"caller": Caller("a", may_ship=False)}}
+        await middleware(scope, None, send)  # type: ignore[arg-type]
+        leaves = asyncio.ensure_future(middleware(scope, None, send))  # type: ignore[arg-type]
+        while not middleware._refused_at:
+            await asyncio.sleep(0)
+        while middleware._refused_at:  # its rest begins
+            await asyncio.sleep(0)
+        leaves.cancel()
+        await asyncio.gather(leaves, return_exceptions=True)
+        assert leaves.cancelled()
+        await middleware(scope, None, send)  # type: ignore[arg-type]
+
+    asyncio.run(asyncio.wait_for(scenario(), 60))

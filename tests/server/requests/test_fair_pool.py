@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import os
 import subprocess
 import sys
 import threading
@@ -239,6 +240,19 @@ def test_results_come_before_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
         assert await waiting == 4
 
     run(scenario())
+
+
+def test_jobs_run_at_a_low_priority(pool: FairPool) -> None:
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    own = nice()
+
+    async def scenario() -> None:
+        assert await pool.run("a", nice) == max(own, fair_pool._NICE)
+
+    run(scenario())
+    assert nice() == own
 
 
 def test_idle_threads_end_and_start_again() -> None:
