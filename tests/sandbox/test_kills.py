@@ -286,11 +286,16 @@ class Resources:
         return cls(
             descriptors=Counter(descriptor_kinds()),
             mappings=Path("/proc/self/maps").read_text().count("memfd:logitship"),
-            threads=sum(thread.name.startswith("logitship") for thread in threading.enumerate()),
+            threads=sum(map(is_of_logitship, threading.enumerate())),
             children=sum(child_of_this_process(folder) for folder in Path("/proc").iterdir()),
             # Tests in other processes, such as vLLM's, have files there too.
             shared_memory=frozenset(name for name in os.listdir("/dev/shm") if "logitship" in name),
         )
+
+
+def is_of_logitship(thread: threading.Thread) -> bool:
+    """Return whether logitship started a thread. Those of a work pool do not count: idle ones end after a while."""
+    return thread.name.startswith("logitship") and not thread.name.startswith("logitship-work")
 
 
 def descriptor_kinds() -> Iterator[str]:
