@@ -342,8 +342,7 @@ class AsyncEngine:
         current_disconnect.set(disconnect)
 
         def load() -> list[list[ProcessorUse]]:
-            if is_large:
-                run_behind_the_engine()
+            run_behind_the_engine()
             return self.processors.load(request, held, shipped)
 
         loading = in_daemon_thread(load)
