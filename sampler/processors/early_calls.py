@@ -308,7 +308,8 @@ class EarlyCalls:
         """
         ended = [call for call in self._calls_of(members) if self._is_awaited(call) and self._end(call)]
         for group in self._groups_ahead(members):
-            call = self._begin(group) if not self.is_busy(group.processor.group_name) else None
+            name = group.processor.group_name
+            call = None if self.is_busy(name) or self._deferred.is_busy(name) else self._begin(group)
             if call is not None and self._end(call):
                 ended.append(call)
         for member, allowed in members.items():

@@ -273,16 +273,18 @@ class ShippedProcessors(LogitsProcessor):
     ) -> list[tuple[ProcessorGroup, Run]]:
         """Begin the calls of a stage that `begin` has not begun, and give the others their logits if they need them.
 
-        Rows whose processor is busy are saved.
+        Rows whose processor is busy are saved: also those beside rows of an early call that has not ended.
         """
         begun = []
+        in_early_calls = set[str]()
         for group in stage.groups:
             name = group.processor.group_name
             run = self._early.take(group)
             if run is not None:
                 if run.needs_logits():
                     run.provide(logits.rows_of(group))
-            elif self._calls.is_busy(name) or self._early.is_busy(name):
+                    in_early_calls.add(name)
+            elif name in in_early_calls or self._calls.is_busy(name) or self._early.is_busy(name):
                 self._save(group, logits.rows_of(group), previous)
                 continue
             else:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from logitship.client.errors import ProcessorFault
+from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.executor import CollectEdits, LoadedProcessor, RunOutcome
@@ -666,3 +667,65 @@ def test_stages_of_a_tenant_share_the_deadline_of_a_step(new_shipped: NewShipped
     assert slow.spent == [0.0, 0.875]
     batch.step(logits_of(3))
     assert slow.spent == [0.0, 0.875, 0.0]
+
+
+class OneCallExecutor:
+    """Has one process: of two calls at a time, the second ends the first. Calls need their logits.
+
+    Attributes:
+        rows: number of rows of each call.
+    """
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self._current: OneCallExecutor.Call | None = None
+
+    class Call:
+        def __init__(self, executor: OneCallExecutor, num_rows: int) -> None:
+            assert executor._current is None, "the call before has not ended"
+            executor._current = self
+            executor.rows.append(num_rows)
+            self._executor = executor
+
+        def needs_logits(self) -> bool:
+            return True
+
+        def provide(self, logits: torch.Tensor) -> None:
+            pass
+
+        def wait(self, timeout: float) -> bool:
+            return True
+
+        def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
+            assert self._executor._current is self
+            self._executor._current = None
+            return RunOutcome(0.0)
+
+    def attach(self, *_: Any) -> Any:
+        return SimpleNamespace(close=lambda: None)
+
+    def group(self, processor: LoadedProcessor, rows: Sequence[Any]) -> Any:
+        return SimpleNamespace(
+            promise=lambda: self.Call(self, len(rows)), begin=lambda logits, spent: self.Call(self, len(logits))
+        )
+
+
+def test_rows_without_an_early_call_wait_for_that_of_others(new_shipped: NewShipped, shipping: Shipping) -> None:
+    """On a busy machine, a call for the token after a certain one may not have ended when its logits exist."""
+    executor = OneCallExecutor()
+    processor = LoadedProcessor("sha256:1", "P", executor, None)  # type: ignore[arg-type]
+    batch = Batch(new_shipped(), shipping("a", (processor, {})), shipping("b", (processor, {})))
+    shipped = batch.shipped
+    shipped.update_state(batch.rows.commit())
+    ((group,),) = (stage.groups for stage in shipped._stages)
+    ahead = group.select({0: 0})
+    assert ahead is not None
+    early = shipped._early
+    early._begin(ahead)
+    early._allowed[next(iter(early._calls))] = AllowedTokens(VOCAB)
+    shipped.apply(logits_of(2))
+    assert executor.rows == [1]
+    assert shipped.take_deferred() == [1]
+    shipped.apply(logits_of(2))
+    assert executor.rows == [1, 2]
+    assert shipped.take_deferred() == []
