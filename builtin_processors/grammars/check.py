@@ -28,8 +28,9 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 _MAX_DATA = 1 << 30
 """Memory limit in bytes. The tokenizer takes some 100 MiB of it, most schemas less than 1 MiB."""
-_SECONDS_AT_FULL_PRIORITY = 0.1
-"""Nearly all grammars take less."""
+_LONG_CHECK = 0.1
+"""Seconds from which on a check goes on at the low priority; until then it has the priority of the thread that started
+the process. Nearly all grammars take less."""
 _LOW_PRIORITY = 15
 """Nice value of the thread afterwards: beside a busy engine, 3% of a core. At 19 it would be 1.5%, and a grammar of a
 second could not be checked within a minute."""
@@ -98,12 +99,12 @@ def check(tokenizer: LLTokenizer, grammar: str, at_low_priority: bool) -> tuple[
             make_matcher(tokenizer, grammar)
         except ValueError as error:
             reason = str(error)
-        answers.put((reason, time.thread_time() > _SECONDS_AT_FULL_PRIORITY))
+        answers.put((reason, time.thread_time() > _LONG_CHECK))
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        return answers.get(timeout=_SECONDS_AT_FULL_PRIORITY)
+        return answers.get(timeout=_LONG_CHECK)
     except Empty:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             _lower_priority(thread.native_id or 0)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from logitship.client.errors import ProcessorFault
-from logitship.sampler.allowed_tokens import AllowedTokens
+from logitship.sampler.allowed_tokens import AllowedTokens, mask_of
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.executor import CollectEdits, LoadedProcessor, RunOutcome
@@ -729,3 +729,26 @@ def test_rows_without_an_early_call_wait_for_that_of_others(new_shipped: NewShip
     shipped.apply(logits_of(2))
     assert executor.rows == [1, 2]
     assert shipped.take_deferred() == []
+
+
+@pytest.mark.parametrize("is_busy", [False, True])
+def test_no_call_ahead_begins_beside_a_deferred_one(new_shipped: NewShipped, shipping: Shipping, is_busy: bool) -> None:
+    executor = OneCallExecutor()
+    processor = LoadedProcessor("sha256:1", "P", executor, None)  # type: ignore[arg-type]
+    request = shipping("a", (processor, {}))
+    batch = Batch(new_shipped(), request)
+    shipped = batch.shipped
+    shipped.update_state(batch.rows.commit())
+    shipped.begin()
+    early = shipped._early
+    ((key, call),) = early._calls.items()
+    early._open.remove(call)
+    call.run.finish()
+    only_token_5 = AllowedTokens(VOCAB)
+    only_token_5.keep_mask(mask_of([5], VOCAB))
+    early._allowed[key] = only_token_5
+    request.output_token_ids.append(5)
+    if is_busy:
+        shipped._calls._busy.add(processor.group_name)
+    shipped.restrict({0: AllowedTokens(VOCAB)})
+    assert executor.rows == ([1] if is_busy else [1, 1])
