@@ -215,32 +215,28 @@ class GrammarProcessor(BuiltinProcessor):
                 pairs.append((cursor, each))
         if not pairs:
             return
-        for (cursor, each), words in zip(pairs, self._masks([cursor for cursor, _ in pairs]), strict=True):
-            likely = self._likely_tokens(cursor, words) if each.may_guess else []
-            if likely:
-                each.expect(likely)
+        masks = self._masks([cursor for cursor, _ in pairs])
+        ahead = [_Ahead(cursor, words) for (cursor, each), words in zip(pairs, masks, strict=True) if each.may_guess]
+        likely = iter(self._likely_tokens(ahead))
+        for (_, each), words in zip(pairs, masks, strict=True):
+            tokens = next(likely) if each.may_guess else []
+            if tokens:
+                each.expect(tokens)
             else:
                 each.keep_mask(words)
 
-    def _likely_tokens(self, cursor: GrammarCursor, words: Words) -> list[int]:
-        """Return the usual tokens of the text that must come next, if the grammar seems to leave only one.
+    def _likely_tokens(self, ahead: Sequence[_Ahead]) -> list[list[int]]:
+        """Return the usual tokens of the text that must come next, for each row; none if there is no such text.
 
-        If it does, each allowed token is a beginning of the longest one. The masks behind the longest ones are needed
-        later anyway, if these are the usual tokens. llguidance's own `compute_ff_bytes` may take seconds.
+        The masks of all rows after the same number of tokens are computed at once. Those behind the longest tokens are
+        needed later anyway, if these are the usual ones. llguidance's own `compute_ff_bytes` may take seconds.
         """
         assert self._compiler is not None
-        text = b""
-        ahead: list[int] = []
-        while not cursor.is_refused and len(ahead) < _MAX_TOKENS_AHEAD and cursor.num_slow < _MAX_SLOW:
-            longest = self._compiler.longest_token(_tokens_of(words))
-            if longest is None:
-                break
-            text += longest.text
-            ahead.append(longest.token_id)
-            cursor.read(longest.token_id)
-            words = self._masks([cursor])[0]
-        cursor.remove(len(ahead))
-        return self._compiler.tokens_of_beginning(text) if text else []
+        going_on = ahead
+        while going_on := [each for each in going_on if each.go_on(self._compiler)]:
+            for each, words in zip(going_on, self._masks([each.cursor for each in going_on]), strict=True):
+                each.words = words
+        return [each.finish(self._compiler) for each in ahead]
 
     def _compiler_for(self, model: ModelFacts) -> GrammarCompiler:
         with self._lock:
@@ -310,6 +306,38 @@ class GrammarProcessor(BuiltinProcessor):
             fill_next_token_bitmask(matcher, words, row)
             seconds[row] = time.thread_time() - began
         return seconds
+
+
+class _Ahead:
+    """Looks ahead in a sequence's grammar, as long as it seems to leave only one text.
+
+    If it does, each allowed token is a beginning of the longest one.
+
+    Args:
+        cursor: the sequence's, which reads the tokens ahead until `finish`.
+        words: its mask.
+    """
+
+    def __init__(self, cursor: GrammarCursor, words: Words) -> None:
+        self.cursor = cursor
+        self.words = words
+        self._text = b""
+        self._num_tokens = 0
+
+    def go_on(self, compiler: GrammarCompiler) -> bool:
+        """Read the longest allowed token, and return whether the mask after it is worth computing."""
+        longest = compiler.longest_token(_tokens_of(self.words))
+        if longest is None:
+            return False
+        self._text += longest.text
+        self._num_tokens += 1
+        self.cursor.read(longest.token_id)
+        return not self.cursor.is_refused and self._num_tokens < _MAX_TOKENS_AHEAD and self.cursor.num_slow < _MAX_SLOW
+
+    def finish(self, compiler: GrammarCompiler) -> list[int]:
+        """Remove the tokens from the cursor, and return the usual tokens of their text."""
+        self.cursor.remove(self._num_tokens)
+        return compiler.tokens_of_beginning(self._text) if self._text else []
 
 
 def _tokens_of(words: Words) -> list[int]:
