@@ -11,8 +11,7 @@ from itertools import islice
 import torch
 
 from logitship.sampler.processors.processor_groups import uses_of
-from logitship.server.model.model_runner import Chunk, ModelRunner
-from logitship.server.model.output_logits import OutputLogits
+from logitship.server.model.model_runner import Chunk, ModelRunner, OutputLogits
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.forced_runs import ForcedRun
 

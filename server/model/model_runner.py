@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 from transformers import PreTrainedModel
@@ -26,7 +27,6 @@ from .attention import ATTENTION_NAME, Segment, StepLayout, register
 from .deterministic import make_deterministic
 from .fused_decoder import FusedDecoder, can_fuse
 from .kv_cache import CacheShape, SlotCache
-from .output_logits import ComputedLogits, OutputLogits
 
 logger = logging.getLogger(__name__)
 _TASKS = Path("/proc/self/task")
@@ -47,6 +47,46 @@ class Chunk:
     slot: int
     start: int
     token_ids: Sequence[int]
+
+
+class OutputLogits(Protocol):
+    """Logits of the kept tokens of a forward pass, computed when they are asked for.
+
+    The LM head of a small model is a quarter of its arithmetic. A token whose successor is certain, or one of a few,
+    needs only a few of its columns. The tokens are numbered by their place among the kept ones.
+    """
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """Return all logits of some tokens, float32 [end - begin, vocab]."""
+        ...
+
+    def some(self, places: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """Return single logits, float32 [n].
+
+        Args:
+            places: int64 [n], on the CPU.
+            token_ids: int64 [n], the token of each.
+        """
+        ...
+
+
+class ComputedLogits:
+    """`OutputLogits` of a model that has computed them all.
+
+    Args:
+        logits: float32 [tokens, vocab].
+    """
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def rows(self, begin: int, end: int) -> torch.Tensor:
+        """See `OutputLogits`."""
+        return self._logits[begin:end]
+
+    def some(self, places: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+        """See `OutputLogits`."""
+        return self._logits[places, token_ids]
 
 
 class ModelRunner:

@@ -14,8 +14,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.engine import Engine
 from logitship.server.engine.scheduler import Scheduler
 from logitship.server.model.model_loader import LoadedModel
-from logitship.server.model.model_runner import Chunk, ModelRunner
-from logitship.server.model.output_logits import OutputLogits
+from logitship.server.model.model_runner import Chunk, ModelRunner, OutputLogits
 from logitship.server.requests.messages import GenerationChunk
 from logitship.server.requests.sequence import Sequence
 
