@@ -103,6 +103,8 @@ class ServerConfig:
     processor_isolation: Literal["sandbox", "none"] = "sandbox"
     max_sandboxes: int = 64
     """Maximum number of sandboxes; each is a process with one shipped processor."""
+    sandbox_idle_timeout: float = 30.0
+    """Seconds after which the sandbox of a processor that no request uses is ended."""
     sandbox_memory: int = 1 << 30
     """Memory limit of a sandbox, in bytes, on top of what torch takes."""
     sandbox_cpu_time: float = 2.0
@@ -259,7 +261,7 @@ class ServerConfig:
         ):
             if not (getattr(self, name) or 0) >= 0:  # NaN too
                 raise ValueError(f"{name} must be 0 or greater, not {getattr(self, name)}")
-        for name in (*_SANDBOX_TIMES, "request_body_timeout"):
+        for name in (*_SANDBOX_TIMES, "sandbox_idle_timeout", "request_body_timeout"):
             if not 0 < getattr(self, name) < math.inf:  # NaN too
                 raise ValueError(f"{name} must be above 0 and finite, not {getattr(self, name)}")
         if self.max_queued_bytes_per_tenant < self.max_request_bytes:

@@ -134,6 +134,7 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             "where shipped code runs; none: in the server's own process, with all its privileges",
         ),
         Flag(("--max-sandboxes",), "maximum number of sandboxes; each is a process with one shipped processor"),
+        Flag(("--sandbox-idle-timeout",), "seconds after which the sandbox of an unused processor is ended"),
         Flag(("--sandbox-memory",), "memory limit of a sandbox, in bytes, on top of what torch takes"),
         Flag(("--sandbox-cpu-time",), "CPU time that a sandbox may use outside its calls, in seconds"),
         Flag(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ class _Entry:
     """Held while the processor is loaded or reloaded, so that this does not happen twice at once."""
     processor: LoadedProcessor | None = None
     users: int = 0
+    idle_since: float = 0.0
+    """Time at which the last user released it."""
 
 
 def _noop(tenant: str) -> None:
@@ -62,10 +65,12 @@ class ProcessorCache:
 
     Guarantees:
     * The executor never holds more than `max_entries` processors, including those being loaded: the entry is reserved
-      and evicted processors are unloaded before the load. (Processors dropped by `clear` may overlap with new ones.)
+      and evicted processors are unloaded before the load. (Processors dropped by `clear` or after
+      `idle_timeout` may overlap with new ones.)
     * An acquired processor stays loaded until it is released.
     * A tenant that uses no processor can load one, whatever the others use, unless there are more than twice as many
       tenants as places. A tenant's idle processors are evicted before those of tenants that have fewer.
+    * A processor that nobody uses for `idle_timeout` is unloaded by a thread that lives only while there are such.
     * The executor is called outside the cache's lock: a slow load does not block requests for other processors.
 
     Args:
@@ -75,6 +80,8 @@ class ProcessorCache:
         num_tenants: number of tenants that may load processors.
         before_load: called with the tenant before an entry is reserved for a processor; may raise to refuse it.
         resolve: returns a string with its artifacts, given the tenant. Called before the executor loads it.
+        idle_timeout: seconds; None: idle processors stay until they are evicted.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -86,6 +93,8 @@ class ProcessorCache:
         num_tenants: int = 1,
         before_load: Callable[[str], None] = _noop,
         resolve: Callable[[Runnable, str], Runnable] = _unchanged,
+        idle_timeout: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._executor = executor
         self._num_tenants = num_tenants
@@ -93,6 +102,9 @@ class ProcessorCache:
         self._max_bytes = max_bytes
         self._before_load = before_load
         self._resolve = resolve
+        self._idle_timeout = idle_timeout
+        self._clock = clock
+        self._timer: threading.Timer | None = None
         self._lock = threading.Lock()
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
         self._hits = self._misses = self._evictions = self._bytes = 0
@@ -171,7 +183,30 @@ class ProcessorCache:
         """Drop every processor that is not in use."""
         with self._lock:
             dropped = [self._drop(key) for key in self._idle()]
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
         self._unload(dropped)
+
+    def unload_idle(self) -> None:
+        """Unload the processors that nobody has used for `idle_timeout`."""
+        assert self._idle_timeout is not None
+        with self._lock:
+            latest = self._clock() - self._idle_timeout
+            dropped = [self._drop(key) for key in self._idle() if self._entries[key].idle_since <= latest]
+            self._timer = None
+            self._start_timer()
+        self._unload(dropped)
+
+    def _start_timer(self) -> None:
+        """Start the thread that unloads the next processor when it is due. The caller holds the lock."""
+        idle = self._idle()
+        if self._idle_timeout is None or self._timer is not None or not idle:
+            return
+        due = min(self._entries[key].idle_since for key in idle) + self._idle_timeout
+        self._timer = threading.Timer(max(0.0, due - self._clock()), self.unload_idle)
+        self._timer.name, self._timer.daemon = "logitship-idle", True
+        self._timer.start()
 
     def evict_with_artifacts(self, tenant: str) -> bool:
         """Unload the tenant's least recently used idle processor that has artifacts. Return whether there was one."""
@@ -265,6 +300,9 @@ class ProcessorCache:
         entry.users -= 1
         if entry.users == 0 and entry.processor is None:
             self._remove(key)
+        elif entry.users == 0:
+            entry.idle_since = self._clock()
+            self._start_timer()
 
     def _drop(self, key: Key) -> LoadedProcessor:
         processor = self._remove(key).processor

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from logitship.builtin_processors.batch_processors import check_mode
 from logitship.builtin_processors.grammar import GrammarProcessor
@@ -146,10 +147,11 @@ def model_view(loaded: LoadedModel) -> ModelView:
     return ModelView(loaded.vocab_size, loaded.eos_token_ids, loaded.tokenizer.hf_tokenizer)
 
 
-def _cache_bounds(config: ServerConfig) -> dict[str, int]:
+def _cache_bounds(config: ServerConfig) -> dict[str, Any]:
     """Return the limits of the processor cache. In sandboxes, every entry has a process, so those are limited too."""
-    entries = config.processor_cache_entries
-    if config.processor_isolation == "sandbox":
-        entries = min(entries, config.max_sandboxes)
     num_tenants = len({*config.api_key, *config.shipping_api_key}) or 1
-    return {"max_entries": entries, "max_bytes": config.processor_cache_bytes, "num_tenants": num_tenants}
+    bounds = {"max_bytes": config.processor_cache_bytes, "num_tenants": num_tenants}
+    if config.processor_isolation == "sandbox":
+        entries = min(config.processor_cache_entries, config.max_sandboxes)
+        return {**bounds, "max_entries": entries, "idle_timeout": config.sandbox_idle_timeout}
+    return {**bounds, "max_entries": config.processor_cache_entries}

@@ -341,6 +341,59 @@ def test_clear_keeps_processors_in_use() -> None:
     assert cache.stats().entries == 0
 
 
+def test_idle_processors_are_unloaded_after_the_timeout() -> None:
+    """The clock is set by hand."""
+    now = 0.0
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=8, max_bytes=100, idle_timeout=30, clock=lambda: now)
+    used, early, late = (cache.acquire(string(name)) for name in ("Used", "Early", "Late"))
+    cache.release(early)
+    now = 20.0
+    cache.release(late)
+    cache.release(cache.acquire(string("Early")))
+    cache.release(cache.acquire(string("Used")))  # it is still in use
+    now = 49.0
+    cache.unload_idle()
+    assert executor.unloaded == []
+    now = 50.0
+    cache.unload_idle()
+    assert sorted(executor.unloaded) == ["Early", "Late"]
+    assert cache.stats().entries == 1
+    assert cache.stats().evictions == 0
+    cache.release(used)
+    cache.clear()
+
+
+def test_thread_unloads_idle_processors_and_ends() -> None:
+    unloaded = threading.Event()
+    executor = CountingExecutor()
+    executor.unload = lambda processor: unloaded.set()  # type: ignore[method-assign]
+    cache = ProcessorCache(executor, max_entries=8, max_bytes=100, idle_timeout=0.01)
+    for _ in range(2):
+        processor = cache.acquire(string("A"))
+        assert not idle_threads(cache)
+        cache.release(processor)
+        assert unloaded.wait(60)
+        for thread in idle_threads(cache):
+            thread.join(60)
+        unloaded.clear()
+    assert executor.loads == ["A", "A"]
+
+
+def test_clear_ends_the_thread_that_waits_for_idle_processors() -> None:
+    cache = ProcessorCache(CountingExecutor(), max_entries=8, max_bytes=100, idle_timeout=3600)
+    cache.release(cache.acquire(string("A")))
+    (thread,) = idle_threads(cache)
+    cache.clear()
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def idle_threads(cache: ProcessorCache) -> list[threading.Timer]:
+    timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
+    return [timer for timer in timers if timer.function == cache.unload_idle]
+
+
 def test_concurrent_acquires_load_once() -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=1, max_bytes=100)
