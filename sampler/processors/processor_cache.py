@@ -183,15 +183,22 @@ class ProcessorCache:
         """Drop every processor that is not in use."""
         with self._lock:
             dropped = [self._drop(key) for key in self._idle()]
-            if self._timer is not None:
-                self._timer.cancel()
-                self._timer = None
+            timer, self._timer = self._timer, None
+        _end(timer)
         self._unload(dropped)
+
+    def close(self) -> None:
+        """End the thread that unloads idle processors, and start no other one. The executor ends the processors."""
+        with self._lock:
+            self._idle_timeout = None
+            timer, self._timer = self._timer, None
+        _end(timer)
 
     def unload_idle(self) -> None:
         """Unload the processors that nobody has used for `idle_timeout`."""
-        assert self._idle_timeout is not None
         with self._lock:
+            if self._idle_timeout is None:
+                return
             latest = self._clock() - self._idle_timeout
             dropped = [self._drop(key) for key in self._idle() if self._entries[key].idle_since <= latest]
             self._timer = None
@@ -313,6 +320,13 @@ class ProcessorCache:
         entry = self._entries.pop(key)
         self._bytes -= entry.size
         return entry
+
+
+def _end(timer: threading.Timer | None) -> None:
+    """Cancel a timer, and wait until its thread has ended."""
+    if timer is not None:
+        timer.cancel()
+        timer.join()
 
 
 def _runnable(string: PickledProcessor | SourceProcessor) -> PickledProcessor | SourceProcessor:

@@ -301,6 +301,7 @@ class AsyncEngine:
         self._active.close()
         self._abort_where(lambda sequence: True)
         self._thread.stop(_STOP_TIMEOUT)
+        self._library.close()
         if self._sandboxes is not None:
             self._sandboxes.close()
 

@@ -266,6 +266,10 @@ class ProcessorLoader:
         """Evict every shipped processor that is not in use."""
         self.cache.clear()
 
+    def close(self) -> None:
+        """End the thread of the cache of shipped processors."""
+        self.cache.close()
+
     def _check_allowed(self, digest: str) -> None:
         """Check the digest of what runs: a string may hold one class in its pickle and another in its source."""
         if self._allowed_digests is not None and digest not in self._allowed_digests:

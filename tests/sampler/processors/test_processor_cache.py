@@ -389,6 +389,18 @@ def test_clear_ends_the_thread_that_waits_for_idle_processors() -> None:
     assert not thread.is_alive()
 
 
+def test_closed_cache_has_no_thread() -> None:
+    cache = ProcessorCache(CountingExecutor(), max_entries=8, max_bytes=100, idle_timeout=3600)
+    used = cache.acquire(string("A"))
+    use_once(cache, "B")
+    cache.close()
+    assert not idle_threads(cache)
+    cache.release(used)
+    cache.unload_idle()
+    assert not idle_threads(cache)
+    assert cache.stats().entries == 2
+
+
 def idle_threads(cache: ProcessorCache) -> list[threading.Timer]:
     timers = [thread for thread in threading.enumerate() if isinstance(thread, threading.Timer)]
     return [timer for timer in timers if timer.function == cache.unload_idle]
