@@ -65,8 +65,8 @@ class ProcessorCache:
 
     Guarantees:
     * The executor never holds more than `max_entries` processors, including those being loaded: the entry is reserved
-      and evicted processors are unloaded before the load. (Processors dropped by `clear` or after
-      `idle_timeout` may overlap with new ones.)
+      and evicted processors are unloaded before the load. (Processors dropped by `clear` or after `idle_timeout`
+      may overlap with new ones.)
     * An acquired processor stays loaded until it is released.
     * A tenant that uses no processor can load one, whatever the others use, unless there are more than twice as many
       tenants as places. A tenant's idle processors are evicted before those of tenants that have fewer.
@@ -201,7 +201,8 @@ class ProcessorCache:
                 return
             latest = self._clock() - self._idle_timeout
             dropped = [self._drop(key) for key in self._idle() if self._entries[key].idle_since <= latest]
-            self._timer = None
+            if self._timer is threading.current_thread():
+                self._timer = None
             self._start_timer()
         self._unload(dropped)
 
