@@ -31,7 +31,7 @@ _FEW_ROWS = 8
 _FAILS_AS_BATCH = "it raises an exception for these rows in one batch, and for none of them alone"
 _HISTORY_LENGTHS = (32, 2048)
 """Output tokens of the two calls that are compared."""
-_COSTLY_HISTORY = 50.0
+COSTLY_HISTORY = 50.0
 """Microseconds per row."""
 
 
@@ -117,7 +117,7 @@ def _history_findings(dry_run: DryRun, recordings: Sequence[Recording], logits: 
     if before is None or at_many is None or after is None:
         return []
     short, long = max(before, after), at_many
-    if long < 2 * short or long - short < _COSTLY_HISTORY:
+    if long < 2 * short or long - short < COSTLY_HISTORY:
         return []
     seen = f"a step takes longer as the output grows: {short:,.0f} µs per row at {few} tokens, {long:,.0f} at {many:,}"
     advice = "Read only the new tokens: keep the result and your position in __req__.state."

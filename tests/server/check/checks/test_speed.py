@@ -28,8 +28,8 @@ class Slow(CustomLogitProcessor):
 class ReadsEverything(CustomLogitProcessor):
     def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
         for params in custom_param_list or []:
-            # Ten times, so that it is slow on the fastest processor too.
-            history = list(params["__req__"].output_ids) * 10
+            # Forty times, so that it is slow on the fastest processor too.
+            history = list(params["__req__"].output_ids) * 40
             sum(token * token for token in history)
         return logits
 
