@@ -72,6 +72,7 @@ def tiny_model(vocab_size: int = 260, max_len: int = 512, seed: int = 0) -> Llam
 HERE = Path(__file__).parent
 SLOW = (
     "benchmarks",
+    "builtin_processors/test_composition.py",
     "client/serialization/test_sglang_peer.py",
     "end_to_end",
     "sampler/ops/test_exact_sampling.py",
@@ -79,6 +80,9 @@ SLOW = (
     "sandbox",
     "server/check",
     "server/dev/test_dev_command.py",
+    "server/dev/test_session.py",
+    "server/engine/test_deferred_calls.py",
+    "server/engine/test_forced_tokens.py",
     "server/engine/test_speculative_decoding.py",
     "server/http/test_documentation.py",
     "server/http/test_fuzz.py",
