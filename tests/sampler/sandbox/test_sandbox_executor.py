@@ -200,6 +200,13 @@ def assert_too_late(outcome: RunOutcome, seconds: float) -> None:
     assert re.fullmatch(f"processor P gave no answer within {limits}: its process was killed", message), message
 
 
+@pytest.fixture
+def time_for_dumps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine may deliver the signal late, and a process that sleeps does not get there before it."""
+    monkeypatch.setattr(sandbox_module, "_DUMP_TIMEOUT", 60.0)
+    monkeypatch.setattr(sandbox_module, "_DUMP_BACKSTOP", 60.0)
+
+
 @pytest.mark.parametrize(
     ("body", "line"),
     [
@@ -210,10 +217,8 @@ def assert_too_late(outcome: RunOutcome, seconds: float) -> None:
     ],
     ids=["loop", "in C", "sleeps", "in a function"],
 )
-def test_timeout_says_where(
-    executor: SandboxExecutor, caller: Caller, body: str, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sandbox_module, "_DUMP_BACKSTOP", 60.0)  # the machine may be busy
+@pytest.mark.usefixtures("time_for_dumps")
+def test_timeout_says_where(executor: SandboxExecutor, caller: Caller, body: str, line: str) -> None:
     processor = executor.load(source(body))
     (fault,) = caller.call(processor, caller.attach(processor))[1].faults.values()
     assert fault.kind == "deadline"
@@ -226,8 +231,8 @@ def test_timeout_says_where(
     assert "sandbox_step_timeout" in advice
 
 
+@pytest.mark.usefixtures("time_for_dumps")
 def test_timeout_of_a_load_says_where(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_module, "_DUMP_BACKSTOP", 60.0)
     limits = SandboxLimits(cpu_time=2.0, step_timeout=1.0, first_step_timeout=1.0, load_timeout=0.5)
     executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
     monkeypatch.setattr(zygote, "close", lambda: None)
