@@ -1,6 +1,6 @@
 """Forward passes and time of constrained answers: with forced runs, without, and on vLLM and SGLang.
 
-    python benchmarks/forced_tokens.py [--vllm-python PYTHON] [--sglang-python PYTHON]
+    python benchmarks/forced_tokens.py [--before-python PYTHON] [--vllm-python PYTHON] [--sglang-python PYTHON]
 
 The servers take turns with the same requests, and those whose turn it is not are stopped meanwhile. Each prompt has
 two examples of its answer, so that the model writes the usual tokens.
@@ -26,6 +26,7 @@ from served import COMMAND, Server, listening
 from logitship.server.model.default_model import default_model_folder
 
 BENCHMARK = "forced tokens"
+_OURS = ("ours", "one by one", "before")
 _STEPS = "logitship_steps_total"
 
 KEYS = ("customer_first_name", "customer_last_name", "preferred_language", "subscription_level", "billing_postal_code")
@@ -177,7 +178,7 @@ class Side:
     """A server, and what a turn of it is. It is paused between its turns.
 
     Args:
-        name: `ours`, `one by one`, `vLLM` or `SGLang`.
+        name: `ours`, `one by one`, `before` (an older logitship), `vLLM` or `SGLang`.
         server: answers.
 
     Attributes:
@@ -189,7 +190,7 @@ class Side:
         self.passes: list[float] = []
         self._server = server
         self._model = json.loads(server.get("/v1/models"))["data"][0]["id"]
-        self._is_ours = name in ("ours", "one by one")
+        self.is_ours = name in _OURS
 
     def turn(self, case: Case, streams: int, requests: int) -> float:
         """Return the seconds of all requests."""
@@ -200,7 +201,7 @@ class Side:
         return max(each[-1] for each in arrivals) - min(each[0] for each in arrivals)
 
     def _steps(self) -> float:
-        return self._server.metrics()[_STEPS] if self._is_ours else 0.0
+        return self._server.metrics()[_STEPS] if self.is_ours else 0.0
 
     def answers(self, case: Case) -> list[Answer]:
         """Return the answer to each of a case's prompts, asked for one at a time."""
@@ -208,7 +209,7 @@ class Side:
             return [self._answer(body) for body in self._bodies(case, len(case.prompts))]
 
     def _answer(self, body: dict[str, Any]) -> Answer:
-        more = {"return_token_ids": True} if self._is_ours else {}
+        more = {"return_token_ids": True} if self.is_ours else {}
         data = json.dumps({**body, **more}).encode()
         request = urllib.request.Request(
             self._server.url + "/v1/completions", data, {"Content-Type": "application/json"}
@@ -237,7 +238,7 @@ def measure(sides: list[Side], options: argparse.Namespace) -> Iterator[comparis
     """Let the servers take turns with each case."""
     for name, case in CASES.items():
         if options.only in name:
-            taking_part = sides if case.constraint else sides[:2]
+            taking_part = [side for side in sides if case.constraint or side.is_ours]
             yield _equality(name, case, taking_part)
             for streams in options.streams:
                 yield from _speed(f"{name}, {streams} at a time", case, streams, taking_part, options)
@@ -266,9 +267,9 @@ def _speed(
     if case.passes is not None:
         target = comparison.at_most(case.passes) if streams == 1 else None
         yield _of_peer(label, sides[0].passes, sides[1].passes, "passes", "one by one", target)
-    targets = [case.time(streams), *[1.0] * len(sides[2:])]
-    for side, peer_seconds, bound in zip(sides[1:], seconds[1:], targets, strict=True):
-        yield _of_peer(label, seconds[0], peer_seconds, "s", side.name, comparison.at_most(bound))
+    for side, peer_seconds in zip(sides[1:], seconds[1:], strict=True):
+        target = comparison.at_most(case.time(streams) if side.is_ours else 1.0)
+        yield _of_peer(label, seconds[0], peer_seconds, "s", side.name, target)
 
 
 def _of_peer(
@@ -292,6 +293,7 @@ def main() -> None:
     """Measure and print."""
     parser = comparison.arguments(__doc__)
     parser.add_argument("--sglang-python", help="a Python that has SGLang")
+    parser.add_argument("--before-python", help="a Python that has an older logitship, with or without forced runs")
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 32], help="requests at a time")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--requests", type=int, default=2, help="requests for each stream in a turn")
@@ -300,6 +302,8 @@ def main() -> None:
     model = default_model_folder()
     flags = ("--enable-custom-logit-processor", "--max-model-len", MAX_MODEL_LEN, "--log-level", "error")
     commands = {"ours": ((*COMMAND, *flags), {}), "one by one": ((*COMMAND, *flags, "--max-forced-run", "0"), {})}
+    if options.before_python:
+        commands["before"] = ((options.before_python, *COMMAND[1:], *flags), {})
     if options.vllm_python:
         commands["vLLM"] = vllm_command(options.vllm_python, model)
     if options.sglang_python:
