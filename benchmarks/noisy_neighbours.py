@@ -191,8 +191,9 @@ class HonestClients:
                 group.create_task(self._generate(key, {"input_ids": ids, "sampling_params": params}))
 
     async def use_grammar(self) -> None:
-        """Start what the first grammar of anybody starts: the process that checks them, and a pool of threads."""
-        await self._generate("honest", {"text": "Hi", "sampling_params": {"max_new_tokens": 4, "regex": "[a-z]{9}"}})
+        """Start what the first grammars of anybody start: the process that checks them, and a pool of threads."""
+        sampling = {"max_new_tokens": 4, "regex": "[a-z]{9}", "n": 2}
+        await self._generate("honest", {"text": "Hi", "sampling_params": sampling})
 
     async def _generate(self, key: str, body: dict[str, Any]) -> None:
         response = await self._http.post("/generate", json=body, headers=_headers(key))
