@@ -216,25 +216,21 @@ def generate(client: Client, prompt: str | list[int] = PROMPT, tokens: int = TOK
     return list(answer.output_ids)
 
 
-@with_overlap
 def test_force_token(client: Client) -> None:
     assert generate(client, processor=STRINGS["ForceToken"], params={"token_id": 1234}) == [1234] * TOKENS
 
 
-@with_overlap
 def test_boost(client: Client) -> None:
     (plain,) = generate(client, tokens=1)
     boosted = [generate(client, tokens=1, processor=STRINGS["Boost"], params={"token_id": token}) for token in (5, 6)]
     assert all(answer in ([plain], [token]) for answer, token in zip(boosted, (5, 6), strict=True))
 
 
-@with_overlap
 def test_countdown(client: Client) -> None:
     expected = [len(PROMPT) + step for step in range(TOKENS)]
     assert generate(client, processor=STRINGS["Countdown"]) == expected
 
 
-@with_overlap
 def test_disallowed_tokens(client: Client) -> None:
     plain = generate(client)
     string = STRINGS["DisallowedTokensLogitsProcessor"]
@@ -244,7 +240,6 @@ def test_disallowed_tokens(client: Client) -> None:
     assert generate(client, processor=by_name, params={"token_ids": plain}) == tokens
 
 
-@with_overlap
 @pytest.mark.parametrize("name", THINKING)
 def test_thinking_budget(client: Client, name: str) -> None:
     """The prompt opens the thinking; after the budget come a new line and the end of the thinking."""
@@ -253,7 +248,6 @@ def test_thinking_budget(client: Client, name: str) -> None:
     assert tokens[3:5] == [newline, end]
 
 
-@with_overlap
 def test_no_repeated_ngrams(client: Client) -> None:
     string = STRINGS["DeepseekOCRNoRepeatNGramLogitProcessor"]
     params = {"ngram_size": 1, "window_size": 100}
@@ -341,7 +335,6 @@ def test_stop_strings_beside_grammars_end_only_their_requests(
             assert set(each.result()) <= set(letters)
 
 
-@with_overlap
 def test_without_params(client: Client) -> None:
     assert generate(client, processor=NeedsNoParams) == [FIRST + step for step in range(TOKENS)]
 
@@ -383,7 +376,6 @@ def logprob_tokens(server: SglangServer, processor: str | None, params: dict[str
     return [token_id for _, token_id, *_ in answer["meta_info"]["output_token_logprobs"]]
 
 
-@with_overlap
 def test_logprobs_show_the_forced_token(server: SglangServer) -> None:
     """Makes the request of SGLang's `test_custom_logit_processor`, and checks what that checks."""
     assert set(logprob_tokens(server, ForcesItsToken.to_str(), {"token_id": 5})) == {5}
@@ -449,7 +441,6 @@ def test_continuations_have_separate_state(client: Client) -> None:
     assert [list(answer.output_ids) for answer in answers] == [[FIRST + step for step in range(TOKENS)]] * 2
 
 
-@with_overlap
 def test_a_processor_for_each_prompt(client: Client) -> None:
     answers = client.generate(
         [PROMPT] * 2,
@@ -461,7 +452,6 @@ def test_a_processor_for_each_prompt(client: Client) -> None:
     assert [list(answer.output_ids) for answer in answers] == [[7, 7], [FIRST, FIRST + 1]]
 
 
-@with_overlap
 def test_several_processors_run_in_order(client: Client) -> None:
     """The second one overrides the first."""
     forced = {"processor": STRINGS["ForceToken"], "params": {"token_id": 1234}}
@@ -482,7 +472,6 @@ def test_stream(client: Client) -> None:
     assert [receipt.steps for receipt in chunks[-1].receipts] == [TOKENS]
 
 
-@with_overlap
 @pytest.mark.parametrize("method", ["completions", "chat"])
 def test_openai_routes(server: SglangServer, client: Client, method: str) -> None:
     prompt: Any = PROMPT if method == "completions" else [{"role": "user", "content": PROMPT}]
@@ -576,7 +565,6 @@ def test_doctor_finds_the_plugin(server: SglangServer, capsys: pytest.CaptureFix
     assert "SGLang:             0.5.23" in capsys.readouterr().out
 
 
-@with_overlap
 def test_fault_has_its_traceback(client: Client) -> None:
     with pytest.raises(GenerationError, match="processor Faulty raised ValueError: as requested") as caught:
         generate(client, processor=faulty("raises"))
@@ -601,7 +589,6 @@ class _Loads:
 LOADS = json.dumps({"callable": pickle.dumps(_Loads()).hex()})
 
 
-@with_overlap
 def test_no_process_unpickles(server: SglangServer, client: Client) -> None:
     """The name in the pickle is not looked up in any process of SGLang; SGLang's own pickles are recorded."""
     for options in ({}, {"return_sampling_mask": True}):

@@ -37,7 +37,7 @@ from logitship.server.model.model_runner import ModelRunner
 from logitship.server.refusals import BadRequest, ServiceUnavailable
 from logitship.server.requests.messages import FinishReason, GenerationRequest, ProcessorRequest
 
-KILLS = 60
+KILLS = 200
 LENGTH = 12
 PATIENCE = 60.0
 """Seconds after which a request counts as hanging. It takes less than a second."""
