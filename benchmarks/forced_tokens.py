@@ -182,7 +182,8 @@ class Side:
         server: answers.
 
     Attributes:
-        passes: the forward passes of each turn; nothing of peers, which do not count them.
+        is_ours: it is a logitship, which counts its forward passes.
+        passes: the forward passes of each turn; 0 for peers, which do not count them.
     """
 
     def __init__(self, name: str, server: Server) -> None:
