@@ -190,11 +190,6 @@ class HonestClients:
             for key, params in bodies.items():
                 group.create_task(self._generate(key, {"input_ids": ids, "sampling_params": params}))
 
-    async def use_grammar(self) -> None:
-        """Start what the first grammars of anybody start: the process that checks them, and a pool of threads."""
-        sampling = {"max_new_tokens": 4, "regex": "[a-z]{9}", "n": 2}
-        await self._generate("honest", {"text": "Hi", "sampling_params": sampling})
-
     async def _generate(self, key: str, body: dict[str, Any]) -> None:
         response = await self._http.post("/generate", json=body, headers=_headers(key))
         response.raise_for_status()
@@ -280,7 +275,6 @@ async def attacked(server: SoakServer, name: str, options: argparse.Namespace) -
     async with httpx.AsyncClient(base_url=server.base_url, timeout=300, limits=limits) as http:
         honest = HonestClients(server.base_url, http)
         await honest.fill_caches()
-        await honest.use_grammar()
         async with honest.running():
             await honest.measure(2.0)  # loads the processor
             samples: list[Left] = []

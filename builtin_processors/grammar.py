@@ -173,7 +173,9 @@ class GrammarProcessor(BuiltinProcessor):
         self._was_slow = False
 
     def load_tokenizer(self, model: ModelFacts) -> None:
-        """Create the tokenizer of llguidance, which blocks all threads for some tenths of a second. Else on first use.
+        """Create the tokenizer of llguidance, which blocks all threads for some tenths of a second, and its threads.
+
+        Otherwise, the first use creates them.
 
         Raises:
             ValueError: llguidance does not support the model's tokenizer.
@@ -241,6 +243,7 @@ class GrammarProcessor(BuiltinProcessor):
     def _compiler_for(self, model: ModelFacts) -> GrammarCompiler:
         with self._lock:
             if self._compiler is None:
+                self._executor = LLExecutor()
                 self._compiler = GrammarCompiler(model)
             return self._compiler
 
@@ -293,7 +296,7 @@ class GrammarProcessor(BuiltinProcessor):
             The CPU seconds of the masks by row, if they were measured.
         """
         if len(matchers) > 1 and not self._was_slow:
-            self._executor = self._executor or LLExecutor()
+            assert self._executor is not None
             began = time.perf_counter()
             fill_next_token_bitmask_par(self._executor, matchers, words)
             # A slow row cannot be identified here. The next call computes the masks one by one.

@@ -7,6 +7,7 @@ import logging
 import signal
 import subprocess
 import sys
+import threading
 import weakref
 from multiprocessing.connection import wait
 from typing import Any
@@ -19,26 +20,37 @@ _log = logging.getLogger(__name__)
 
 
 class GrammarChecker:
-    """Compiles grammars in a separate process, one after the other. The process starts with the first one.
+    """Compiles grammars in a separate process, one after the other. Thread-safe.
 
-    Not thread-safe: one thread at a time checks a grammar.
+    The process starts with the first grammar, and again with the first one after it has ended.
 
     Args:
         tokenizer: the arguments of `check.make_tokenizer`.
         deadline: maximum CPU seconds per grammar.
         patience: maximum seconds to wait for the process to start, and for its answer.
+        idle_timeout: seconds without a grammar after which the process is ended.
 
     Attributes:
         took_long: True if the last grammar took long, or ended the process.
     """
 
-    def __init__(self, tokenizer: dict[str, Any], deadline: float = 5.0, patience: float = 60.0) -> None:
+    def __init__(
+        self,
+        tokenizer: dict[str, Any],
+        deadline: float = 5.0,
+        patience: float = 60.0,
+        idle_timeout: float = 30.0,
+    ) -> None:
         self._tokenizer = tokenizer
         self._deadline = deadline
         self._patience = patience
+        self._idle_timeout = idle_timeout
         self.took_long = False
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._end: weakref.finalize[Any, Any] | None = None
+        self._timer: threading.Timer | None = None
+        self._cancel_timer: weakref.finalize[Any, Any] | None = None
 
     def check(self, grammar: str, *, at_low_priority: bool = False) -> None:
         """Check that a grammar can be compiled. Blocks.
@@ -52,6 +64,26 @@ class GrammarChecker:
             PreparationUnavailable: it could not be checked, because the process does not start, or the machine is too
                 busy.
         """
+        with self._lock:
+            self._stop_timer()
+            try:
+                self._check(grammar, at_low_priority)
+            finally:
+                self._start_timer()
+
+    def close(self) -> None:
+        """Kill the process. The next check starts another one."""
+        with self._lock:
+            self._stop_timer()
+            self._kill()
+
+    def kill_idle(self) -> None:
+        """Kill the process, unless it is in use or was used since the timer started whose thread calls this."""
+        with self._lock:
+            if self._timer is threading.current_thread():
+                self._kill()
+
+    def _check(self, grammar: str, at_low_priority: bool) -> None:
         self.took_long = False
         try:
             process = self._running()
@@ -59,11 +91,11 @@ class GrammarChecker:
             _send(process, (grammar, at_low_priority))
             answer = self._answer(process)
         except OSError as error:  # TimeoutError among them
-            self.close()
+            self._kill()
             _log.warning("grammars cannot be checked: %r", error)
             raise PreparationUnavailable("the server is too busy to check the grammar: try again later") from None
         if not answer.endswith("\n"):
-            self.close()
+            self._kill()
             took = "time" if process.returncode == -signal.SIGPROF else "memory, or nests too deeply"
             raise ValueError(f"it takes too much {took}: make it simpler")
         reason: str | None
@@ -71,16 +103,29 @@ class GrammarChecker:
         if reason is not None:
             raise ValueError(reason)
 
-    def close(self) -> None:
-        """Kill the process. The next check starts another one."""
+    def _kill(self) -> None:
         if self._end is not None:
             self._end()
         self._process = None
 
+    def _start_timer(self) -> None:
+        """Start the thread that ends the process when it is idle. The thread ends with this object, too."""
+        if self._process is None:
+            return
+        self._timer = threading.Timer(self._idle_timeout, _kill_idle, [weakref.ref(self)])
+        self._timer.name, self._timer.daemon = "logitship-idle", True
+        self._cancel_timer = weakref.finalize(self, self._timer.cancel)
+        self._timer.start()
+
+    def _stop_timer(self) -> None:
+        if self._cancel_timer is not None:
+            self._cancel_timer()
+        self._timer = None
+
     def _running(self) -> subprocess.Popen[str]:
         """Return the process; start it if necessary."""
         if self._process is None or self._process.poll() is not None:
-            self.close()
+            self._kill()
             self._process = subprocess.Popen(
                 [sys.executable, "-I", check.__file__],
                 stdin=subprocess.PIPE,
@@ -102,6 +147,12 @@ class GrammarChecker:
         if not wait([process.stdout.fileno()], self._patience):
             raise TimeoutError(f"no answer in {self._patience:g} seconds")
         return process.stdout.readline()
+
+
+def _kill_idle(reference: weakref.ref[GrammarChecker]) -> None:
+    checker = reference()
+    if checker is not None:
+        checker.kill_idle()
 
 
 def _send(process: subprocess.Popen[str], value: object) -> None:

@@ -168,6 +168,52 @@ def test_checker_process_ends_with_its_owner(model: ModelView) -> None:
     assert process.poll() is not None
 
 
+def test_checker_process_ends_when_it_is_idle(model: ModelView) -> None:
+    checker = GrammarChecker(tokenizer_arguments(model), idle_timeout=0.05)
+    checker.check(from_regex("a"))
+    process, timer = checker._process, checker._timer
+    assert process is not None
+    assert timer is not None
+    timer.join()
+    assert process.poll() == -signal.SIGKILL
+    assert checker._process is None
+    checker.check(from_regex("b"))
+    assert checker._process is not process
+    checker.close()
+
+
+def test_checker_process_in_use_is_not_idle(model: ModelView) -> None:
+    """The timer starts anew with each grammar. One whose thread is late does nothing."""
+    checker = GrammarChecker(tokenizer_arguments(model), idle_timeout=60.0)
+    checker.check(from_regex("a"))
+    process, timer = checker._process, checker._timer
+    assert process is not None
+    assert timer is not None
+    late = threading.Thread(target=checker.kill_idle)
+    process.send_signal(signal.SIGSTOP)
+    with ThreadPoolExecutor() as threads:
+        checked = threads.submit(checker.check, from_regex("b"))
+        timer.join()  # which the check stops
+        assert checker._timer is None
+        late.start()
+        process.send_signal(signal.SIGCONT)
+        checked.result()
+    late.join()
+    assert checker._process is process
+    assert checker._timer is not timer
+    checker.close()
+
+
+def test_no_thread_waits_for_a_checker_that_is_gone(model: ModelView) -> None:
+    checker = GrammarChecker(tokenizer_arguments(model), idle_timeout=600.0)
+    checker.check(from_regex("a"))
+    timer = checker._timer
+    assert timer is not None
+    del checker
+    timer.join(timeout=60)
+    assert not timer.is_alive()
+
+
 def tokenizer_arguments(model: ModelView) -> dict[str, Any]:
     return {"tokenizer_json": model.tokenizer.backend_tokenizer.to_str(), "vocab_size": 260, "eos_token_ids": [1]}
 
