@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -146,6 +146,17 @@ class PreparedGrammar:
     after: tuple[int, ...]
 
 
+class GrammarStats(NamedTuple):
+    """The state and counters of a `GrammarProcessor`."""
+
+    checks_running: int = 0
+    """Grammars that are being checked or compiled."""
+    checks_waiting: int = 0
+    """Grammars that wait for a checker."""
+    failures: int = 0
+    """Masks that took too long or were too complex, which ends the sequence."""
+
+
 class GrammarProcessor(BuiltinProcessor):
     """Allows the tokens that keep the output a prefix of the grammar's language.
 
@@ -171,6 +182,14 @@ class GrammarProcessor(BuiltinProcessor):
         self._compiler: GrammarCompiler | None = None
         self._executor: LLExecutor | None = None
         self._was_slow = False
+        self._num_failures = 0
+
+    def stats(self) -> GrammarStats:
+        """Return the current state and counters."""
+        compiler = self._compiler
+        if compiler is None:
+            return GrammarStats()
+        return GrammarStats(compiler.num_checks, compiler.num_waiting, self._num_failures)
 
     def load_tokenizer(self, model: ModelFacts) -> None:
         """Create the tokenizer of llguidance, which blocks all threads for some tenths of a second, and its threads.
@@ -286,6 +305,7 @@ class GrammarProcessor(BuiltinProcessor):
                 reason = "a mask takes too long" if is_too_slow else cursors[row].matcher.get_error()
                 _log.warning("a grammar became too complex to continue: %s", reason)
                 words[row] = 0
+                self._num_failures += 1
             cursors[row].mask = words[row]
         return words
 

@@ -33,6 +33,18 @@ class FairSlots(Generic[T]):
         self._waiting: RoundRobinQueue[_SlotWaiter] = RoundRobinQueue(max_waiting)
         self._lock = threading.Lock()
 
+    @property
+    def num_in_use(self) -> int:
+        """Slots that are in use."""
+        with self._lock:
+            return self._using.total()
+
+    @property
+    def num_waiting(self) -> int:
+        """Threads that wait for a slot."""
+        with self._lock:
+            return len(self._waiting)
+
     @contextmanager
     def use(self, tenant: str, timeout: float) -> Iterator[T]:
         """Wait for a slot, and use it in the block.

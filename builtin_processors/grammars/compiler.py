@@ -77,6 +77,16 @@ class GrammarCompiler:
         """Number of 32-bit words of a mask."""
         return (self._tokenizer.vocab_size + 31) // 32
 
+    @property
+    def num_checks(self) -> int:
+        """Grammars that are being checked or compiled."""
+        return self._slots.num_in_use
+
+    @property
+    def num_waiting(self) -> int:
+        """Grammars that wait for a checker."""
+        return self._slots.num_waiting
+
     def longest_token(self, token_ids: Collection[int]) -> TokenText | None:
         """Return the longest of some tokens if all others are its beginnings; None for special tokens."""
         texts = [self._text_of(token) for token in token_ids]

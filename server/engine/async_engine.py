@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
 
+from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.client.processor_info import ProcessorInfo
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
@@ -62,6 +63,7 @@ class AsyncEngine:
         queued_bytes: see the attribute.
         library: where `processors` come from.
         shares: how much of the engine's time each tenant has used.
+        grammar: the processor of grammars, whose counters `stats` reads.
         plugins: the installed batch processors.
         attached_to_all: processors of every request, which run after its own.
         sandboxes: closed after the engine's last step.
@@ -91,6 +93,7 @@ class AsyncEngine:
         queued_bytes: QueuedBytes,
         library: ProcessorLibrary,
         shares: TenantShares,
+        grammar: GrammarProcessor,
         plugins: Iterable[Plugin] = (),
         attached_to_all: Iterable[AttachedProcessor] = (),
         sandboxes: SandboxExecutor | None = None,
@@ -107,6 +110,7 @@ class AsyncEngine:
         self._active = active
         self._library = library
         self._shares = shares
+        self._grammar = grammar
         self._plugins = tuple(plugins)
         self._attached_to_all = tuple(attached_to_all)
         self._sandboxes = sandboxes
@@ -221,6 +225,7 @@ class AsyncEngine:
         cache = self._library.cache_stats()
         prefixes = self._engine.prefix_stats
         loads = self.processors.load_stats()
+        grammars = self._grammar.stats()
         sandboxes = _NO_SANDBOXES if self._sandboxes is None else self._sandboxes.stats()
         return EngineStats(
             running=self._engine.num_running,
@@ -245,6 +250,9 @@ class AsyncEngine:
             forced=self._engine.num_forced,
             loads_running=loads.running,
             loads_waiting=loads.waiting,
+            grammar_checks_running=grammars.checks_running,
+            grammar_checks_waiting=grammars.checks_waiting,
+            grammar_failures=grammars.failures,
             sandboxes=sandboxes.alive,
             sandboxes_started=sandboxes.started,
             sandboxes_ended=sandboxes.ended,

@@ -95,7 +95,7 @@ def _build(
 ) -> AsyncEngine:
     """Build the engine on its thread, and start it."""
     reasoning = _reasoning_config(config, loaded)
-    add_grammar(registry, reasoning, loaded)
+    grammar = add_grammar(registry, reasoning, loaded)
     model = _model_info(config, loaded)
     library = make_library(config, loaded, registry, executor)
     metrics = EngineMetrics(model, library.installed_digests, MOST_NAMES if config.names_in_metrics else 0)
@@ -146,6 +146,7 @@ def _build(
         queued_bytes=QueuedBytes(config.max_queued_bytes, config.max_queued_bytes_per_tenant),
         library=library,
         shares=shares,
+        grammar=grammar,
         plugins=plugins,
         attached_to_all=attached_to_all(config),
         sandboxes=executor if isinstance(executor, SandboxExecutor) else None,

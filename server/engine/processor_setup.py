@@ -67,12 +67,13 @@ def make_registry(plugins: list[Plugin], trees: Mapping[str, TokenTree]) -> Regi
     return registry
 
 
-def add_grammar(registry: Registry, reasoning: ReasoningConfig | None, loaded: LoadedModel) -> None:
-    """Make the grammar processor aware of the model's reasoning markers, and create its tokenizer early."""
+def add_grammar(registry: Registry, reasoning: ReasoningConfig | None, loaded: LoadedModel) -> GrammarProcessor:
+    """Add a grammar processor that is aware of the model's reasoning markers, and create its tokenizer early."""
     processor = GrammarProcessor(None if reasoning is None else ReasoningMarkers.of(reasoning))
     with contextlib.suppress(ValueError):  # each request with a grammar is refused with this error
         processor.load_tokenizer(model_view(loaded))
     registry.add(GrammarProcessor.name, GrammarProcessor, lambda: processor)
+    return processor
 
 
 def start_zygote(config: ServerConfig) -> ZygoteProcess | None:

@@ -46,6 +46,9 @@ class EngineStats:
         tenant_step_seconds: time of the calls of shipped processors, by tenant; those without a label as `other`.
         loads_running: shipped processors that are being loaded.
         loads_waiting: shipped processors that wait to be loaded.
+        grammar_checks_running: grammars that are being checked or compiled.
+        grammar_checks_waiting: grammars that wait for a checker.
+        grammar_failures: masks of grammars that took too long, or were too complex, and ended their requests.
         artifact_bytes: memory of the artifacts that clients uploaded.
     """
 
@@ -76,4 +79,7 @@ class EngineStats:
     tenant_step_seconds: Mapping[str, float] = field(default_factory=dict)
     loads_running: int = 0
     loads_waiting: int = 0
+    grammar_checks_running: int = 0
+    grammar_checks_waiting: int = 0
+    grammar_failures: int = 0
     artifact_bytes: int = 0

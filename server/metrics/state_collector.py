@@ -25,6 +25,7 @@ class StateCollector(Collector):
         stats = self._read()
         yield from _engine(stats)
         yield from _processors(stats)
+        yield from _grammars(stats)
         yield from _sandboxes(stats)
 
 
@@ -110,6 +111,22 @@ def _processors(stats: EngineStats) -> Iterable[Metric]:
     for tenant, total in sorted(stats.tenant_step_seconds.items()):
         seconds.add_metric([tenant], total)
     yield seconds
+
+
+def _grammars(stats: EngineStats) -> Iterable[Metric]:
+    yield GaugeMetricFamily(
+        "logitship_grammar_checks_running",
+        "Grammars that are being checked and compiled.",
+        stats.grammar_checks_running,
+    )
+    yield GaugeMetricFamily(
+        "logitship_grammar_checks_waiting", "Grammars that wait to be checked.", stats.grammar_checks_waiting
+    )
+    yield CounterMetricFamily(
+        "logitship_grammar_failures",
+        "Masks of grammars that took too long or were too complex, which ends the sequence.",
+        stats.grammar_failures,
+    )
 
 
 def _sandboxes(stats: EngineStats) -> Iterable[Metric]:

@@ -249,6 +249,9 @@ class ModelInfoResponse(TypedDict):
         "queued_bytes": 0,
         "loads_running": 0,
         "loads_waiting": 0,
+        "grammar_checks_running": 0,
+        "grammar_checks_waiting": 0,
+        "grammar_failures": 0,
         "deferred_calls": 0,
     }
 )
@@ -307,5 +310,11 @@ class InternalState(TypedDict):
     """Shipped processors that are being loaded."""
     loads_waiting: int
     """Shipped processors that wait to be loaded."""
+    grammar_checks_running: int
+    """Grammars that are being checked and compiled."""
+    grammar_checks_waiting: int
+    """Grammars that wait to be checked."""
+    grammar_failures: int
+    """Masks of grammars that took too long or were too complex, which ends the sequence."""
     deferred_calls: int
     """Calls of processors that a step did not wait for."""

@@ -174,6 +174,7 @@ def test_slow_masks_end_the_row(
         assert num_allowed() == [0] * num_rows
     assert "a grammar became too complex to continue: a mask takes too long" in caplog.text
     assert num_allowed() == [0] * num_rows
+    assert processor.stats() == (0, 0, num_rows)
 
 
 def test_fast_rows_continue_after_a_slow_step(

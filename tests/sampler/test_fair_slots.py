@@ -18,6 +18,7 @@ def test_first_free_slot_is_used() -> None:
     slots = FairSlots(["first", "second", "third"], 10)
     with slots.use("a", 0) as one, slots.use("b", 0) as other:
         assert (one, other) == ("first", "second")
+        assert (slots.num_in_use, slots.num_waiting) == (2, 0)
     with slots.use("a", 0) as again:
         assert again == "first"
 
@@ -52,12 +53,13 @@ def test_those_who_wait_take_turns() -> None:
         waiting: list[Future[None]] = []
         for number, tenant in enumerate("aaabbc", start=1):
             waiting.append(threads.submit(use, tenant))
-            while len(slots._waiting) < number:
+            while slots.num_waiting < number:
                 queued.acquire(timeout=0.001)
         held.close()
         for each in waiting:
             each.result(GENEROUS)
     assert order == ["a", "b", "c", "a", "b", "a"]
+    assert (slots.num_in_use, slots.num_waiting) == (0, 0)
 
 
 def test_bound_on_waiting_threads() -> None:

@@ -89,6 +89,9 @@ def internal_state_of(engine: AsyncEngine) -> InternalState:
         "queued_bytes": stats.queued_bytes,
         "loads_running": stats.loads_running,
         "loads_waiting": stats.loads_waiting,
+        "grammar_checks_running": stats.grammar_checks_running,
+        "grammar_checks_waiting": stats.grammar_checks_waiting,
+        "grammar_failures": stats.grammar_failures,
         "deferred_calls": stats.deferred_calls,
     }
 

@@ -272,6 +272,9 @@ def test_grammars_of_one_tenant_do_not_delay_another(model: ModelView) -> None:
         theirs = [threads.submit(compile_for, "a", f"a{i}") for i in range(14)]
         threads.submit(compile_for, "b", "b").result(timeout=60)
         assert not any(each.done() for each in theirs)
+        while compiler.num_waiting < 13:
+            time.sleep(0.01)
+        assert compiler.num_checks == 1
         process.send_signal(signal.SIGCONT)
         for each in theirs:
             each.result(timeout=60)

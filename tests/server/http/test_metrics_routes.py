@@ -12,6 +12,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 from prometheus_client.parser import text_string_to_metric_families as read_text
 from starlette.testclient import TestClient
 
+from logitship.builtin_processors import grammar
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.app import create_app
 
@@ -184,6 +185,16 @@ def test_forced_tokens(run: Callable[..., Running]) -> None:
     # Each step but the last one has a run of nine, the last token of the request is sampled.
     assert running.read("forced_tokens_total") == 36
     assert running.read("steps_total") == 5
+
+
+def test_grammars(run: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    running = run()
+    running.generate(sampling_params={"regex": "[a-z]{9}"})
+    names = ("checks_running", "checks_waiting", "failures_total")
+    assert [running.read(f"grammar_{name}") for name in names] == [0, 0, 0]
+    monkeypatch.setattr(grammar, "_MAX_SECONDS", -1.0)
+    running.generate(status=400, sampling_params={"regex": "[a-z]{8}"})
+    assert running.read("grammar_failures_total") == 1
 
 
 def test_beams(run: Callable[..., Running]) -> None:

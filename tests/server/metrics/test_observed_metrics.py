@@ -35,6 +35,9 @@ STATS = EngineStats(
     loads_running=41,
     loads_waiting=42,
     artifact_bytes=43,
+    grammar_checks_running=44,
+    grammar_checks_waiting=45,
+    grammar_failures=46,
 )
 
 
@@ -123,6 +126,9 @@ def test_engine_stats_are_read_at_each_scrape(engine_read: Read) -> None:
     )
     assert [engine_read(name) for name in names.split()] == [3, 2, 7, 1, *range(11, 16), *range(31, 35), *range(16, 21)]
     assert [engine_read(f"processor_loads_{state}") for state in ("running", "waiting")] == [41, 42]
+    assert [engine_read(f"grammar_{name}") for name in ("checks_running", "checks_waiting", "failures_total")] == [
+        *(44, 45, 46)
+    ]
     assert [engine_read("sandboxes_ended_total", reason=reason) for reason in ("crash", "unloaded")] == [1, 4]
     assert engine_read("deferred_calls_total") == 5
     assert engine_read("forced_tokens_total") == 6
