@@ -128,7 +128,7 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     files = {} if engine.config.disable_playground else playground_files()
     app.include_router(playground_router(files))
     keys = ApiKeys(engine.config.api_key, engine.config.shipping_api_key)
-    app.add_middleware(UploadPaceMiddleware, pace=UploadPace())
+    app.add_middleware(UploadPaceMiddleware, pace=UploadPace(engine.others_run))
     app.add_middleware(TurnsMiddleware, others_run=engine.others_run)
     if engine.config.requests_per_minute:
         requests = RateLimit("requests", engine.config.requests_per_minute)

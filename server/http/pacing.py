@@ -6,13 +6,17 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable
 
-from starlette.status import HTTP_429_TOO_MANY_REQUESTS
+from starlette.status import HTTP_400_BAD_REQUEST, HTTP_413_CONTENT_TOO_LARGE, HTTP_429_TOO_MANY_REQUESTS
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logitship.server.requests.tenant_turns import TenantTurns
 
 UPLOAD_RATE = 16 << 20
 """Bytes per second that a tenant may upload for long. To receive that much takes a few percent of a core."""
+
+SHARED_UPLOAD_RATE = 8 << 20
+"""The same while others run. Bodies of many short strings take a quarter of a core at this rate, and a forward pass
+waits for its slowest thread."""
 
 UPLOAD_BURST = 4 << 20
 """Bytes that a tenant may upload at once before."""
@@ -24,21 +28,24 @@ do for the rest of the request."""
 _LONGEST_TURN_REST = 0.05
 """Seconds: the event loop may have been busy with other requests."""
 
+_REFUSALS = (HTTP_400_BAD_REQUEST, HTTP_413_CONTENT_TOO_LARGE, HTTP_429_TOO_MANY_REQUESTS)
 _REFUSAL_REST = 0.1
-"""Seconds after a 429 until the next request of the tenant begins. The refusal of a large body takes the event loop
-several milliseconds, and a client that does not heed `Retry-After` sends it again at once."""
+"""Seconds after a refusal until the next request of the tenant begins. The refusal of a large body takes several
+milliseconds, and a client that does not heed it sends the body again at once."""
 
 
 class UploadPace:
     """Computes how long to wait before more of a tenant's bodies is received (a leaky bucket).
 
-    A tenant that uploads without end leaves the event loop to the others.
+    A tenant that uploads without end leaves the event loop to the others, and most of the cores.
 
     Args:
+        others_run: returns whether sequences of other tenants than this one run.
         clock: returns seconds.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, others_run: Callable[[str], bool], clock: Callable[[], float] = time.monotonic) -> None:
+        self._others_run = others_run
         self._clock = clock
         self._levels: dict[str, tuple[float, float]] = {}
         """Tenant → (bytes in its bucket, at this time)."""
@@ -46,10 +53,11 @@ class UploadPace:
     def delay(self, tenant: str, size: int) -> float:
         """Count received bytes. Returns the seconds to wait before more is received."""
         now = self._clock()
+        rate = SHARED_UPLOAD_RATE if self._others_run(tenant) else UPLOAD_RATE
         level, at = self._levels.get(tenant, (0.0, now))
-        level = max(0.0, level - (now - at) * UPLOAD_RATE) + size
+        level = max(0.0, level - (now - at) * rate) + size
         self._levels[tenant] = level, now
-        return max(0.0, (level - UPLOAD_BURST) / UPLOAD_RATE)
+        return max(0.0, (level - UPLOAD_BURST) / rate)
 
 
 class UploadPaceMiddleware:
@@ -91,7 +99,7 @@ class TurnsMiddleware:
 
     The event loop calls what is ready in order of arrival. Without turns, a request that arrives after two hundred of
     another caller would wait a second until all of those have been parsed and submitted, which would also slow down all
-    steps meanwhile: the loop takes the GIL and a core. Refusals for too many requests are followed by a longer rest.
+    steps meanwhile: the loop takes the GIL and a core. Refused requests are followed by a longer rest.
 
     Args:
         app: the application.
@@ -114,7 +122,7 @@ class TurnsMiddleware:
         loop = asyncio.get_running_loop()
 
         async def watched(message: Message) -> None:
-            if message.get("status") == HTTP_429_TOO_MANY_REQUESTS:
+            if message.get("status") in _REFUSALS:
                 self._refused_at[tenant] = loop.time()
             await send(message)
 

@@ -13,6 +13,7 @@ from logitship.server.http.auth import Caller
 from logitship.server.http.pacing import (
     _LONGEST_TURN_REST,
     _REFUSAL_REST,
+    SHARED_UPLOAD_RATE,
     UPLOAD_BURST,
     UPLOAD_RATE,
     TurnsMiddleware,
@@ -29,25 +30,30 @@ class FakeClock:
         return self.now
 
 
-def test_long_uploads_have_the_rate() -> None:
+def none_run(tenant: str) -> bool:
+    return False
+
+
+@pytest.mark.parametrize(("others_run", "rate"), [(False, UPLOAD_RATE), (True, SHARED_UPLOAD_RATE)])
+def test_long_uploads_have_the_rate(others_run: bool, rate: int) -> None:
     clock = FakeClock()
-    pace = UploadPace(clock)
+    pace = UploadPace(lambda tenant: others_run, clock)
     assert pace.delay("a", UPLOAD_BURST) == 0.0
     for _ in range(10):
-        delay = pace.delay("a", UPLOAD_RATE // 4)
+        delay = pace.delay("a", rate // 4)
         assert delay == pytest.approx(0.25)
         clock.now += delay
 
 
 def test_tenants_have_paces_of_their_own() -> None:
-    pace = UploadPace(FakeClock())
+    pace = UploadPace(none_run, FakeClock())
     assert pace.delay("a", UPLOAD_BURST + UPLOAD_RATE) == 1.0
     assert pace.delay("b", UPLOAD_BURST) == 0.0
 
 
 def test_a_pause_permits_another_burst() -> None:
     clock = FakeClock()
-    pace = UploadPace(clock)
+    pace = UploadPace(none_run, clock)
     assert pace.delay("a", UPLOAD_BURST + UPLOAD_RATE) == 1.0
     clock.now += 1000.0
     assert pace.delay("a", UPLOAD_BURST) == 0.0
@@ -75,7 +81,7 @@ def test_middleware_delays_what_is_received(caller: Caller | None, slept: list[f
         while len(received) < 4:
             received.append(await receive())
 
-    middleware = UploadPaceMiddleware(app, UploadPace(FakeClock()), sleep)
+    middleware = UploadPaceMiddleware(app, UploadPace(none_run, FakeClock()), sleep)
     asyncio.run(middleware({"type": "http", "state": {"caller": caller}}, receive, send))
     assert received == messages
     assert delays == slept
@@ -145,8 +151,11 @@ def test_turns_are_followed_by_a_rest_while_others_run() -> None:
     assert rests == [_LONGEST_TURN_REST] * len(rests)  # ten times as long as its beginning, else
 
 
-@pytest.mark.parametrize(("status", "others_run", "rests"), [(429, True, 1), (429, False, 0), (400, True, 0)])
-def test_refusals_for_too_many_requests_are_followed_by_a_rest(
+@pytest.mark.parametrize(
+    ("status", "others_run", "rests"),
+    [(429, True, 1), (429, False, 0), (400, True, 1), (413, True, 1), (404, True, 0), (200, True, 0)],
+)
+def test_refusals_are_followed_by_a_rest(
     monkeypatch: pytest.MonkeyPatch, status: int, others_run: bool, rests: int
 ) -> None:
     slept: list[float] = []
