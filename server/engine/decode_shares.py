@@ -127,8 +127,9 @@ class DecodeShares:
         """
         decoding: dict[str, list[Sequence]] = {}
         for sequence in sequences:
+            own = decoding.setdefault(sequence.tenant, [])  # empty for one that waits for its first token
             if not sequence.prefilling:
-                decoding.setdefault(sequence.tenant, []).append(sequence)
+                own.append(sequence)
         costs = {tenant: self._cost(own) for tenant, own in decoding.items()}
         least = min(costs.values(), default=0.0)
         share = DECODE_SHARE * self.time.base

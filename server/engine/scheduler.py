@@ -184,8 +184,8 @@ class Scheduler:
         drafting = [sequence for sequence in decoding if not isinstance(sequence, Beam)]
         drafts = self._speculation.drafts(drafting) if self._speculation else {}
         decode = [ScheduledChunk(s, s.next_tokens(1), drafts.get(s, [])) for s in decoding]
-        budget = self.chunked_prefill_size
-        prefill = self._prompt_chunks(selected, self._shares.num_prompt_tokens(budget) if decoding else budget)
+        budget = self._shares.num_prompt_tokens(self.chunked_prefill_size, beside_decoding=bool(decoding))
+        prefill = self._prompt_chunks(selected, budget)
         return Plan(decode, prefill, started_at, self._without_chunk([*decode, *prefill]))
 
     def _prompt_chunks(self, selected: list[Sequence], budget: int) -> list[ScheduledChunk]:
@@ -253,7 +253,7 @@ class Scheduler:
 
     def share_prompts(self) -> None:
         """Copy computed prompts to the running sequences that wait for them, or leave that to the next steps."""
-        if not self._shares.is_shared:
+        if not self._shares.was_shared:
             self._share_prompts()
 
     def _share_prompts(self) -> None:
@@ -275,7 +275,7 @@ class Scheduler:
     @property
     def _may_copy(self) -> bool:
         """True if this step may begin another copy of a prompt."""
-        return not self._shares.is_shared or self._num_copied < COPIED_POSITIONS
+        return not self._shares.was_shared or self._num_copied < COPIED_POSITIONS
 
     def _restore_prefix(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

@@ -27,7 +27,12 @@ LEAST_WAIT = 0.01
 """Seconds that a step waits at least, because small models take less for a step than a sandbox for its answer."""
 
 PROMPT_SHARE = 0.5
-"""Longest time for the prompts of a step, while several tenants run: this part of the rest of the step."""
+"""Longest time for the prompts of a step, while several tenants run: this part of what a step without prompts takes. In
+a step in which nothing decodes, that and once as much."""
+
+SHARED_FOR = 1.0
+"""Seconds for which prompts stay limited when a tenant is alone again: the next request of another would wait for the
+end of a step with many prompt tokens."""
 
 PROMPT_BLOCK = 16
 """Prompt tokens of a step are a multiple of this, and at least as many."""
@@ -84,6 +89,7 @@ class TenantShares:
     Attributes:
         seconds: total time of the calls of each tenant's processors.
         is_shared: True if several tenants have running sequences in this step.
+        was_shared: True if that is so, or was so in the last second.
         is_limited: True if several sequences run in this step.
         decode: the shares of decoding sequences.
     """
@@ -97,7 +103,8 @@ class TenantShares:
         decode: DecodeShares | None = None,
     ) -> None:
         self.seconds: dict[str, float] = {}
-        self.is_shared = self.is_limited = False
+        self.is_shared = self.was_shared = self.is_limited = False
+        self._shared_at = -math.inf
         self.decode = decode or DecodeShares()
         self._num_running = 0
         self._processor_wait = processor_wait
@@ -122,6 +129,10 @@ class TenantShares:
         self._running = frozenset(tenants)
         self._num_running = len(tenants)
         self.is_shared = len(self._running) > 1
+        now = self._clock()
+        if self.is_shared:
+            self._shared_at = now
+        self.was_shared = now - self._shared_at < SHARED_FOR
         self.is_limited = len(tenants) > 1 and self._processor_wait < math.inf
         self._wait_until = None
 
@@ -142,17 +153,20 @@ class TenantShares:
             per_token = max(0.0, seconds - without) / num_prompt_tokens
             self._prompt_token = _follow(self._prompt_token, per_token)
 
-    def num_prompt_tokens(self, most: int) -> int:
-        """Return how many prompt tokens a step may compute beside the sequences that decode.
+    def num_prompt_tokens(self, most: int, *, beside_decoding: bool = True) -> int:
+        """Return how many prompt tokens a step may compute.
 
-        While several tenants run, they may take half as long as the rest of the step.
+        While several tenants run, they may take half as long as the sequences that decode, or one and a half times as
+        long if nothing decodes.
 
         Args:
             most: the limit while one tenant is alone.
+            beside_decoding: False if nothing decodes in the step.
         """
-        if not self.is_shared or not self._prompt_token:
+        if not self.was_shared or not self._prompt_token:
             return most
-        affordable = int(PROMPT_SHARE * self._usual_step / self._prompt_token)
+        share = PROMPT_SHARE if beside_decoding else 1 + PROMPT_SHARE
+        affordable = int(share * self._usual_step / self._prompt_token)
         return min(most, max(PROMPT_BLOCK, affordable // PROMPT_BLOCK * PROMPT_BLOCK))
 
     def num_forced_tokens(self, most: int, num_prompt_tokens: int) -> int:
@@ -164,8 +178,10 @@ class TenantShares:
             most: the limit for both kinds of tokens while one tenant is alone.
             num_prompt_tokens: prompt tokens of the step.
         """
+        if not self.is_shared:
+            return max(0, most - num_prompt_tokens)
         left = self.num_prompt_tokens(most) - num_prompt_tokens
-        if self.is_shared and self._prompt_token:
+        if self._prompt_token:
             left = min(left, max(LEAST_FORCED, int(self.decode.left / self._prompt_token)))
         return max(0, left)
 

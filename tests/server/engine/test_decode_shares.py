@@ -148,6 +148,14 @@ def test_prompts_are_not_left_out(shares: DecodeShares) -> None:
     assert select(shares, running)[-1] is running[-1]
 
 
+def test_long_sequences_take_turns_beside_a_prompt(shares: DecodeShares) -> None:
+    """Otherwise, a request would wait for its first token as long as a step with all sequences of another takes."""
+    running = [*(Running("b", 6000) for _ in range(10)), Running("a", 0, prefilling=True)]
+    for _ in range(20):
+        assert seconds(select(shares, running)) <= BASE * (1 + 2 * DECODE_SHARE), "with what was saved before"
+    assert {one for _ in range(20) for one in select(shares, running)} == set(running)
+
+
 def test_somebody_always_takes_part(shares: DecodeShares) -> None:
     rng = random.Random(1)
     for _ in range(300):

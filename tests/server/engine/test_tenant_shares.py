@@ -11,6 +11,7 @@ from logitship.server.engine.tenant_shares import (
     LEAST_WAIT,
     PROCESSOR_WAIT,
     PROMPT_BLOCK,
+    SHARED_FOR,
     WINDOW,
     TenantShares,
 )
@@ -132,13 +133,18 @@ def test_metrics_have_a_bounded_number_of_tenants(shares: TenantShares) -> None:
     assert shares.totals(2) == {"t0": 1.0, "t1": 2.0, "other": 12.0}
 
 
-def test_prompt_tokens_are_limited_by_their_time(shares: TenantShares) -> None:
+def test_prompt_tokens_are_limited_by_their_time(shares: TenantShares, clock: Clock) -> None:
     shares.begin_step({"a", "b"})
     assert shares.num_prompt_tokens(256) == 256  # nothing is known yet
     shares.observe_step(0.1)
     shares.observe_step(0.1 + 0.2, 200)  # 1 ms each
     assert shares.num_prompt_tokens(256) == 48
     assert shares.num_prompt_tokens(20) == 20
+    assert shares.num_prompt_tokens(256, beside_decoding=False) == 144, "as long as a usual step and its prompts"
+    clock.now += SHARED_FOR / 2
+    shares.begin_step({"a"})
+    assert shares.num_prompt_tokens(256) == 48, "the next request of b would wait for them"
+    clock.now += SHARED_FOR
     shares.begin_step({"a"})
     assert shares.num_prompt_tokens(256) == 256
 
