@@ -100,7 +100,8 @@ def _build(
     library = make_library(config, loaded, registry, executor)
     metrics = EngineMetrics(model, library.installed_digests, MOST_NAMES if config.names_in_metrics else 0)
     clock = StepClock()
-    processors = RequestProcessors(library, make_load_queue(config, library), metrics.processor_load)
+    pool = FairPool(pool_threads(), config.max_sequences_per_tenant, "logitship-work")
+    processors = RequestProcessors(library, make_load_queue(config, library), metrics.processor_load, pool)
     active = ActiveRequests(
         config.max_num_seqs, config.max_queued_requests, processors.release, config.max_sequences_per_tenant
     )
@@ -142,7 +143,7 @@ def _build(
         engine=engine,
         thread=thread,
         active=active,
-        pool=FairPool(pool_threads(), config.max_sequences_per_tenant, "logitship-work"),
+        pool=pool,
         queued_bytes=QueuedBytes(config.max_queued_bytes, config.max_queued_bytes_per_tenant),
         library=library,
         shares=shares,

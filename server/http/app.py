@@ -123,7 +123,7 @@ def create_app(engine: AsyncEngine) -> FastAPI:
     app.include_router(pooling_router(engine))
     app.include_router(tokenize_router(engine))
     app.include_router(probe_router(engine))
-    app.include_router(metrics_router(engine.metrics))
+    app.include_router(metrics_router(engine.metrics, engine.pool))
     app.include_router(docs_router())
     files = {} if engine.config.disable_playground else playground_files()
     app.include_router(playground_router(files))

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
 
 from logitship.server.metrics.observed_metrics import EngineMetrics
+from logitship.server.requests.fair_pool import FairPool
 
 from .documentation import operation
 
 METRICS_PATH = "/metrics"
 
+_SCRAPES = "/metrics"
+"""A tenant of their own for scrapes, so that they never wait behind a full queue of requests."""
 
-def metrics_router(metrics: EngineMetrics) -> APIRouter:
-    """Create the route for `metrics`."""
+
+def metrics_router(metrics: EngineMetrics, pool: FairPool) -> APIRouter:
+    """Create the route for `metrics`, which are encoded in `pool`."""
     router = APIRouter(tags=["Monitoring"])
 
     @router.get(METRICS_PATH, openapi_extra=operation(text="logitship_running_sequences 1.0\n"))
@@ -27,7 +29,7 @@ def metrics_router(metrics: EngineMetrics) -> APIRouter:
         except (TypeError, ValueError):  # `Accept` has an invalid version number
             encode, content_type = choose_encoder("")
         # Encoding hundreds of series takes milliseconds: do not block the event loop.
-        body = await asyncio.to_thread(encode, metrics.registry)
+        body = await pool.run(_SCRAPES, encode, metrics.registry)
         return Response(body, headers={"Content-Type": content_type})
 
     return router

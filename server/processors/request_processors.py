@@ -13,7 +13,6 @@ Parsing loads nothing. Every error is a refusal.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,6 +39,7 @@ from logitship.server.refusals import (
     ServiceUnavailable,
 )
 from logitship.server.requests.body_limits import MAX_DEPTH, scan_json
+from logitship.server.requests.fair_pool import FairPool
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 
 from .artifact_store import ArtifactStoreFull, StoredArtifact
@@ -186,15 +186,17 @@ class RequestProcessors:
         library: the processors.
         loads: loads the shipped ones.
         load_time: histogram of the load time of each of a request's processors.
+        pool: hashes artifacts, and loads installed processors.
 
     Attributes:
         artifacts: what shipped processors refer to by digest.
     """
 
-    def __init__(self, library: ProcessorLibrary, loads: LoadQueue, load_time: Histogram) -> None:
+    def __init__(self, library: ProcessorLibrary, loads: LoadQueue, load_time: Histogram, pool: FairPool) -> None:
         self._library = library
         self._loads = loads
         self._load_time = load_time
+        self._pool = pool
         self.artifacts = library.artifacts
         self._keep_artifact = library.add_artifact
 
@@ -241,9 +243,10 @@ class RequestProcessors:
 
         Raises:
             ServiceUnavailable: there is no space for it.
+            QueueFull: too many requests of the tenant wait for a thread.
         """
         try:
-            return await asyncio.to_thread(self._keep_artifact, data, tenant)
+            return await self._pool.run(tenant, self._keep_artifact, data, tenant)
         except ArtifactStoreFull as error:
             raise ServiceUnavailable(str(error)) from error
 
@@ -277,7 +280,7 @@ class RequestProcessors:
             with _load_errors_refused(param=None):
                 found = self._library.find_to_register(string, tenant, name)
                 if isinstance(found, InstalledProcessor):
-                    processor = await asyncio.to_thread(self._library.acquire, found, tenant)
+                    processor = await self._pool.run(tenant, self._library.acquire, found, tenant)
                 else:
                     processor = await self._loads.acquire(found, tenant)
                 try:

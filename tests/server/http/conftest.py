@@ -195,9 +195,10 @@ class FakeStream(GenerationStream):
 class FakeProcessors(RequestProcessors):
     """Has two processors, `BAN` and `MINE`."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: FairPool) -> None:
         self.artifacts = ArtifactStore(max_bytes=1 << 16)
         self._keep_artifact = self.artifacts.add
+        self._pool = pool
         self.asked_for: list[tuple[str, str, str]] = []
         """Method, processor name and tenant per call."""
 
@@ -246,8 +247,8 @@ class FakeEngine(AsyncEngine):
         """Request id (None: all) and tenant per call."""
         self.registered: list[tuple[ProcessorString, str]] = []
         """Processor string and tenant per call."""
-        self.processors = FakeProcessors()
         self.pool = FairPool(2, 100, "test-pool")
+        self.processors = FakeProcessors(self.pool)
         self.queued_bytes = QueuedBytes(self.config.max_queued_bytes, self.config.max_queued_bytes_per_tenant)
         self.refusals: dict[str, Exception] = {}
         """Exceptions that `submit` raises, by request id."""
