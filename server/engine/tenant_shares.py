@@ -156,8 +156,8 @@ class TenantShares:
     def num_prompt_tokens(self, most: int, *, beside_decoding: bool = True) -> int:
         """Return how many prompt tokens a step may compute.
 
-        While several tenants run, they may take half as long as the sequences that decode, or one and a half times as
-        long if nothing decodes.
+        While several tenants run, and for a second after, they may take half as long as a usual step without prompts,
+        or one and a half times as long if nothing decodes.
 
         Args:
             most: the limit while one tenant is alone.

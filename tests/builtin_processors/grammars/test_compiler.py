@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -168,12 +169,16 @@ def test_checker_process_ends_with_its_owner(model: ModelView) -> None:
     assert process.poll() is not None
 
 
+def process_and_timer(checker: GrammarChecker) -> tuple[subprocess.Popen[str], threading.Timer]:
+    assert checker._process is not None
+    assert checker._timer is not None
+    return checker._process, checker._timer
+
+
 def test_checker_process_ends_when_it_is_idle(model: ModelView) -> None:
     checker = GrammarChecker(tokenizer_arguments(model), idle_timeout=0.05)
     checker.check(from_regex("a"))
-    process, timer = checker._process, checker._timer
-    assert process is not None
-    assert timer is not None
+    process, timer = process_and_timer(checker)
     timer.join()
     assert process.poll() == -signal.SIGKILL
     assert checker._process is None
@@ -186,9 +191,7 @@ def test_checker_process_in_use_is_not_idle(model: ModelView) -> None:
     """The timer starts anew with each grammar. One whose thread is late does nothing."""
     checker = GrammarChecker(tokenizer_arguments(model), idle_timeout=60.0)
     checker.check(from_regex("a"))
-    process, timer = checker._process, checker._timer
-    assert process is not None
-    assert timer is not None
+    process, timer = process_and_timer(checker)
     late = threading.Thread(target=checker.kill_idle)
     process.send_signal(signal.SIGSTOP)
     with ThreadPoolExecutor() as threads:
@@ -207,8 +210,7 @@ def test_checker_process_in_use_is_not_idle(model: ModelView) -> None:
 def test_no_thread_waits_for_a_checker_that_is_gone(model: ModelView) -> None:
     checker = GrammarChecker(tokenizer_arguments(model), idle_timeout=600.0)
     checker.check(from_regex("a"))
-    timer = checker._timer
-    assert timer is not None
+    _, timer = process_and_timer(checker)
     del checker
     timer.join(timeout=60)
     assert not timer.is_alive()
