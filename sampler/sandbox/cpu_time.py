@@ -18,7 +18,7 @@ import contextlib
 import ctypes
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 BACKSTOP = 5.0
 """Longest wall-clock time of a call, as a multiple of its CPU time."""
@@ -186,6 +186,32 @@ def restore_priority(pid: int) -> None:
     """Give a process the server's own nice value again, if that is permitted."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, pid, _own_nice())
+
+
+def background_cores(num_threads: int) -> frozenset[int]:
+    """Return the cores for work in the background: those that the engine's threads leave free, or all if they need all.
+
+    The engine's threads are not bound to the others: Linux moves a thread away from a busy core, to an idle one.
+
+    Args:
+        num_threads: number of threads that compute a forward pass.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    return frozenset(cores[num_threads:] or cores)
+
+
+def move_to_background(pid: int, cores: Collection[int]) -> None:
+    """Let a process, and those that it forks later, run on these cores only, with the nice value `LOADING_NICE`."""
+    lower_priority(pid, LOADING_NICE)
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(pid, cores)
+
+
+def leave_background(pid: int) -> None:
+    """Give a process the cores of the calling thread, and the server's priority if that is permitted."""
+    with contextlib.suppress(OSError):
+        os.sched_setaffinity(pid, os.sched_getaffinity(0))
+    restore_priority(pid)
 
 
 @contextlib.contextmanager

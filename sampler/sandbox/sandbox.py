@@ -21,7 +21,15 @@ import torch
 from logitship.sampler.edits.edit_codec import VectorStore, decode
 from logitship.sampler.edits.edit_operations import GroupEdits
 
-from .cpu_time import DEFERRED_NICE, CallDeadline, ProcessClock, lower_priority, off_this_core, restore_priority
+from .cpu_time import (
+    DEFERRED_NICE,
+    CallDeadline,
+    ProcessClock,
+    leave_background,
+    lower_priority,
+    off_this_core,
+    restore_priority,
+)
 from .protocol import (
     DUMP_SIGNAL,
     EDITS_HEADER,
@@ -344,10 +352,10 @@ class Sandbox:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
 
-    def restore_priority(self) -> None:
-        """Give the process the normal priority again."""
+    def leave_background(self) -> None:
+        """Give the process the server's priority and cores, as it has loaded its class."""
         if self.is_running:
-            restore_priority(self._pid)
+            leave_background(self._pid)
 
     def reject_answer(self) -> SandboxDied:
         """Kill the process because of an invalid answer. Return the exception to raise."""
@@ -385,7 +393,8 @@ class Sandbox:
         self._call = None
         if self._has_low_priority:
             self._has_low_priority = False
-            self.restore_priority()
+            if self.is_running:
+                restore_priority(self._pid)
 
     def _check_alive(self) -> None:
         if self._death is not None:

@@ -253,7 +253,7 @@ class SandboxExecutor:
                     self._end(sandbox)
                     raise
             if self._zygote.in_background:
-                sandbox.restore_priority()
+                sandbox.leave_background()
             sandboxed.describe(description)
             if sandboxed.sandbox is not None:
                 self._end(sandboxed.sandbox)

@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.kernel.protections import Protections
 
-from .cpu_time import LOADING_NICE, lower_priority
+from .cpu_time import move_to_background
 from .protocol import Channel, ChannelClosed, ControlMessage
 
 logger = logging.getLogger(__name__)
@@ -107,15 +108,14 @@ class ZygoteProcess:
         names: location (`module:attribute`) of the table of objects that shipped classes may refer to by name.
         max_rows: rows of a sandbox's shared memory.
         memory_limit: bytes that a sandbox may allocate on top of the zygote's address space.
-        in_background: fork, which takes ten milliseconds, and start sandboxes at the priority of `LOADING_NICE`: no
-            step waits for them.
-
-    Attributes:
-        in_background: as given. Who wants a sandbox at the server's priority restores it.
+        background_cores: fork, which takes ten milliseconds, and start sandboxes on these cores at the priority of
+            `LOADING_NICE`: no step waits for them. None: not in the background.
     """
 
-    def __init__(self, *, names: str, max_rows: int, memory_limit: int, in_background: bool = False) -> None:
-        self.in_background = in_background
+    def __init__(
+        self, *, names: str, max_rows: int, memory_limit: int, background_cores: Collection[int] | None = None
+    ) -> None:
+        self._background_cores = background_cores
         self._names = names
         self._max_rows = max_rows
         self._memory_limit = memory_limit
@@ -127,6 +127,11 @@ class ZygoteProcess:
         self._zygote: _RunningZygote | None = None
         self._readers: list[threading.Thread] = []
         self._closed = False
+
+    @property
+    def in_background(self) -> bool:
+        """True if sandboxes start in the background. Who wants one to leave it calls `Sandbox.leave_background`."""
+        return self._background_cores is not None
 
     def start(self) -> None:
         """Start the launcher.
@@ -297,8 +302,8 @@ class ZygoteProcess:
             os.close(pidfd)
             raise ZygoteError(_refusal(protections, failures))
         own_end.settimeout(None)
-        if self.in_background:
-            lower_priority(pid_of(pidfd), LOADING_NICE)
+        if self._background_cores is not None:
+            move_to_background(pid_of(pidfd), self._background_cores)
         zygote = _RunningZygote(channel, pidfd, protections)
         reader = threading.Thread(target=self._read, args=(zygote,), name="logitship-zygote", daemon=True)
         self._readers = [reader, *(other for other in self._readers if other.is_alive())]

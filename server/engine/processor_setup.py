@@ -9,6 +9,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from logitship.builtin_processors.batch_processors import check_mode
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.registry import Registry, installed_processors
@@ -22,6 +24,7 @@ from logitship.sampler.processors.executor import DisabledExecutor, ProcessorExe
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache
 from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sandbox.cpu_time import background_cores
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
 from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
@@ -84,7 +87,7 @@ def start_zygote(config: ServerConfig) -> ZygoteProcess | None:
         names=SGLANG_NAMES_REFERENCE,
         max_rows=config.max_num_seqs,
         memory_limit=config.sandbox_memory,
-        in_background=True,
+        background_cores=background_cores(torch.get_num_threads()),
     )
     zygote.start()
     return zygote

@@ -19,6 +19,7 @@ from logitship.sampler.processors.executor import (
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox import sandbox_executor
+from logitship.sampler.sandbox.cpu_time import background_cores
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
 from logitship.sampler.sandbox.zygote_process import ZygoteProcess
@@ -42,7 +43,7 @@ def model(tokenizer: Tokenizer) -> ModelView:
 
 @pytest.fixture(scope="module")
 def zygote(model: ModelView) -> Iterator[ZygoteProcess]:
-    zygote = ZygoteProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20, in_background=True)
+    zygote = ZygoteProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20, background_cores=background_cores(1))
     zygote.start()
     zygote.set_up(model)
     yield zygote

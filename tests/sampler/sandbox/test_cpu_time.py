@@ -219,11 +219,29 @@ def test_server_of_lower_priority(pid: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert nice(pid) == 15
 
 
+@pytest.mark.parametrize(("num_threads", "expected"), [(1, {3, 5, 8}), (3, {8}), (4, {2, 3, 5, 8}), (9, {2, 3, 5, 8})])
+def test_background_cores(num_threads: int, expected: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {8, 2, 3, 5})
+    assert cpu_time.background_cores(num_threads) == expected
+
+
+def test_background_and_back(pid: int) -> None:
+    cores = cpu_time.background_cores(1)
+    cpu_time.move_to_background(pid, cores)
+    assert nice(pid) >= cpu_time.LOADING_NICE
+    assert os.sched_getaffinity(pid) == cores
+    cpu_time.leave_background(pid)
+    assert os.sched_getaffinity(pid) == os.sched_getaffinity(0)
+    assert nice(pid) == (nice(0) if may_restore() else cpu_time.LOADING_NICE)
+
+
 def test_process_that_has_ended() -> None:
     process = subprocess.Popen(["true"])
     process.wait()
     cpu_time.lower_priority(process.pid, cpu_time.DEFERRED_NICE)
     cpu_time.restore_priority(process.pid)
+    cpu_time.move_to_background(process.pid, cpu_time.background_cores(1))
+    cpu_time.leave_background(process.pid)
 
 
 def test_process_starts_on_another_core(pid: int) -> None:

@@ -432,14 +432,17 @@ def nice_of(process: int) -> int:
 NORMAL = nice_of(0)
 
 
-def test_sandboxes_are_forked_at_a_low_priority(zygote: ZygoteProcess) -> None:
+def test_sandboxes_are_forked_in_the_background(zygote: ZygoteProcess) -> None:
     sandbox = Sandbox(zygote, MAX_ROWS, VOCAB)
     assert nice_of(sandbox._pid) == max(NORMAL, cpu_time.LOADING_NICE)
+    assert os.sched_getaffinity(sandbox._pid) == cpu_time.background_cores(1)
     sandbox.close()
 
 
-def test_loaded_sandbox_has_normal_priority(executor: SandboxExecutor) -> None:
-    assert nice_of(sandbox_of(executor.load(source(ADDS)))._pid) == NORMAL
+def test_loaded_sandbox_leaves_the_background(executor: SandboxExecutor) -> None:
+    process = sandbox_of(executor.load(source(ADDS)))._pid
+    assert nice_of(process) == NORMAL
+    assert os.sched_getaffinity(process) == os.sched_getaffinity(0)
 
 
 def test_sandboxes_share_the_session(executor: SandboxExecutor) -> None:
