@@ -161,7 +161,6 @@ class Sandbox:
         self._has_low_priority = False
         self._outbox = bytearray()
         self._call: _Call | None = None
-        self._printed = ""
         self.group: list[int] = []
         self.last_deadline: CallDeadline | None = None
         self._seconds_in_calls = 0.0
