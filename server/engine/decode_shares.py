@@ -19,8 +19,8 @@ DECODE_SHARE = 0.5
 """Most time that sequences add to a step while several tenants run, beyond twice what the tenant with the least work
 adds: this part of what a step takes for any number of sequences. In a step with prompts, down to half as much."""
 
-SEQUENCE_COST = 256
-"""Cost of a sequence without its positions, in positions: about 1 ms beside 4 microseconds, a model of 135 million
+SEQUENCE_COST = 450
+"""Cost of a sequence without its positions, in positions: 2.7 ms beside 6 microseconds, a model of 135 million
 parameters on two cores."""
 
 _MEMORY = 1 - 1 / 64

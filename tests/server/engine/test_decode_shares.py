@@ -93,7 +93,7 @@ def test_one_tenant_has_all_of_a_step(shares: DecodeShares) -> None:
 
 
 def test_short_sequences_are_not_held_up(shares: DecodeShares) -> None:
-    running = [Running("a", 50), *(Running("b", 60) for _ in range(22))]
+    running = [Running("a", 50), *(Running("b", 60) for _ in range(12))]
     assert select(shares, running) == running
 
 
