@@ -452,7 +452,11 @@ async def slow_stages(at: Attacker) -> None:
 @attack
 async def slow_loads(at: Attacker) -> None:
     """Thirty classes at a time that take 9.5 s to load, asleep."""
-    source = "class P(CustomLogitProcessor):\n    number = {}\n    def __init__(self):\n        time.sleep(9.5)\n"
+    source = (
+        "class P(CustomLogitProcessor):\n    number = {}\n"
+        "    def __init__(self):\n        time.sleep(9.5)\n"
+        "    def __call__(self, logits, custom_param_list=None):\n        return logits\n"
+    )
     await at.all(30, lambda number: at.post("/generate", shipped(source.format(number)), ships=True))
 
 
@@ -491,7 +495,10 @@ async def hanging_registrations(at: Attacker) -> None:
 @attack
 async def registry_flood(at: Attacker) -> None:
     """New versions of a class, as fast as the server registers them."""
-    source = "from logitship import CustomLogitProcessor\nnumber = {}\nclass P(CustomLogitProcessor): pass\n"
+    source = (
+        "from logitship import CustomLogitProcessor\nclass P(CustomLogitProcessor):\n    number = {}\n"
+        "    def __call__(self, logits, custom_param_list=None):\n        return logits\n"
+    )
 
     def body(number: int) -> bytes:
         return dumps({"source": source.format(number), "class_name": "P"})
