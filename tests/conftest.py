@@ -170,6 +170,12 @@ def float32_model(tokenizer: Tokenizer) -> LoadedModel:
 
 
 @pytest.fixture(scope="session")
+def long_model(tokenizer: Tokenizer) -> LoadedModel:
+    """The same as `loaded_model`, but 2,048 tokens long."""
+    return _tiny(tokenizer, torch.float64, max_len=2048)
+
+
+@pytest.fixture(scope="session")
 def unserved_model(tokenizer: Tokenizer) -> LoadedModel:
     """The same for those who run it without an engine: one gives the model that it serves an attention of its own."""
     return _tiny(tokenizer, torch.float64)
@@ -181,9 +187,9 @@ def deterministic_model(tokenizer: Tokenizer) -> LoadedModel:
     return _tiny(tokenizer, torch.float32)
 
 
-def _tiny(tokenizer: Tokenizer, dtype: torch.dtype) -> LoadedModel:
-    model: LlamaForCausalLM = tiny_model().to(dtype)  # type: ignore[arg-type]
-    return LoadedModel(model=model, tokenizer=tokenizer, eos_token_ids=frozenset({1}), vocab_size=260, max_len=512)
+def _tiny(tokenizer: Tokenizer, dtype: torch.dtype, max_len: int = 512) -> LoadedModel:
+    model: LlamaForCausalLM = tiny_model(max_len=max_len).to(dtype)  # type: ignore[arg-type]
+    return LoadedModel(model=model, tokenizer=tokenizer, eos_token_ids=frozenset({1}), vocab_size=260, max_len=max_len)
 
 
 PERCENTAGE = re.compile(r"(\d+\.\d+)%")

@@ -34,7 +34,15 @@ SECONDS = 2.0
 """Duration of each attack."""
 LONGEST = 60.0
 """Seconds for an honest request, and until nothing is left over: the machine may be busy, and minutes are too long."""
-SOUND = {"registry_flood", "slow_loads", "spinners", "spinning_loads", "twelve_spinners"}
+SOUND = {
+    "registry_flood",
+    "slow_loads",
+    "slow_processor",
+    "slow_stages",
+    "spinners",
+    "spinning_loads",
+    "twelve_spinners",
+}
 """Attacks with classes that can be loaded: if the server refused them, it would have nothing to do."""
 
 
@@ -79,7 +87,7 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(loaded_model: LoadedModel) -> Iterator[Served]:
+def served(long_model: LoadedModel) -> Iterator[Served]:
     config = ServerConfig(
         model_path="tiny",
         port=0,
@@ -90,7 +98,7 @@ def served(loaded_model: LoadedModel) -> Iterator[Served]:
         api_key=("honest", "hostile"),
         shipping_api_key=("hostile-ships",),
     )
-    engine = build_engine(config, loaded_model)
+    engine = build_engine(config, long_model)
     with running_server(config, engine) as url:
         yield Served(url, engine)
 
