@@ -11,18 +11,16 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import itertools
 import json
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
-from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from attacker import Attacker, dumps
 
-Attack = Callable[["Attacker"], Awaitable[None]]
+Attack = Callable[[Attacker], Awaitable[None]]
 ATTACKS: dict[str, Attack] = {}
 """All hostile clients, by name."""
 
@@ -33,114 +31,33 @@ def attack(function: Attack) -> Attack:
     return function
 
 
-@dataclass
-class Attacker:
-    """Two API keys and the connections of a hostile client.
-
-    Attributes:
-        url: of the server.
-        key: an API key that may generate.
-        shipping_key: one that may ship code.
-        http: sends requests.
-        until: `time.monotonic()` at the end of the attack.
-        sent: number of requests that were begun.
-        statuses: number of responses by status; "gone" for connections that ended without one.
-    """
-
-    url: str
-    key: str
-    shipping_key: str
-    http: httpx.AsyncClient
-    until: float
-    sent: int = 0
-    statuses: dict[str, int] = field(default_factory=dict)
-
-    @property
-    def goes_on(self) -> bool:
-        """True until the end of the attack."""
-        return time.monotonic() < self.until
-
-    async def post(self, path: str, body: bytes, *, ships: bool = False, method: str = "POST") -> int:
-        """Send a body, and return the status; 0 if the connection ended without one."""
-        key = self.shipping_key if ships else self.key
-        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
-        self.sent += 1
-        try:
-            response = await self.http.request(method, path, content=body, headers=headers)
-        except httpx.HTTPError:
-            self._count("gone")
-            return 0
-        self._count(str(response.status_code))
-        return response.status_code
-
-    async def abandon(self, path: str, body: bytes, after: float, *, ships: bool = False) -> None:
-        """Send a body, and close the connection after some seconds."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(after):
-                await self.post(path, body, ships=ships)
-                return
-        self._count("abandoned")
-
-    async def repeat(self, clients: int, path: str, body: bytes, *, ships: bool = False) -> None:
-        """Let a number of clients send the same body again and again."""
-        await self.all(clients, lambda _: self.post(path, body, ships=ships))
-
-    async def all(self, clients: int, request: Callable[[int], Awaitable[Any]]) -> None:
-        """Let a number of clients send requests, one after the other, until the end.
-
-        Args:
-            clients: number of requests at a time.
-            request: sends the request with the given number.
-        """
-        numbers = itertools.count()
-
-        async def client() -> None:
-            while self.goes_on:
-                began = time.monotonic()
-                await request(next(numbers))
-                if time.monotonic() - began < 0.02:  # refused: leave the CPU to the server
-                    await asyncio.sleep(0.02)
-
-        await asyncio.gather(*(client() for _ in range(clients)))
-
-    def _count(self, status: str) -> None:
-        self.statuses[status] = self.statuses.get(status, 0) + 1
+def spin(seconds: float) -> str:
+    """Return the statements of a method that uses the CPU for some seconds."""
+    return f"end = time.perf_counter() + {seconds}\n        while time.perf_counter() < end: pass"
 
 
-def dumps(body: Any) -> bytes:
-    """Return the bytes of a body."""
-    return json.dumps(body, separators=(",", ":")).encode()
-
-
-def shipped(source: str, tokens: int = 200, name: str = "P", **fields: Any) -> bytes:
-    """Return a request with a processor in source form.
+def processor(number: int = 0, *, in_module: str = "", in_init: str = "pass", in_call: str = "pass") -> dict[str, str]:
+    """Return a processor in source form, which leaves the logits as they are.
 
     Args:
-        source: of the class `P`, after the import of the base class.
-        tokens: of the output.
-        name: of the class.
-        **fields: of the body.
-    """
-    processor = {"source": "import time\nfrom logitship import CustomLogitProcessor\n" + source, "class_name": name}
-    sampling = {"max_new_tokens": tokens, "ignore_eos": True}
-    return dumps({"text": "a", "sampling_params": sampling, "custom_logit_processor": processor, **fields})
-
-
-def spinning(seconds: float, number: int = 0, *, at_load: bool = False) -> str:
-    """Return the source of a class that uses the CPU for some seconds, in each step or when it is loaded.
-
-    Args:
-        seconds: of CPU time.
         number: makes it another class.
-        at_load: in `__init__`.
+        in_module: statement at the top of its module.
+        in_init: statements when it is loaded.
+        in_call: statements in each step.
     """
-    spin = f"end = time.perf_counter() + {seconds}\n        while time.perf_counter() < end: pass\n"
-    in_init, in_call = (spin, "") if at_load else ("pass\n", spin)
-    return (
+    source = (
+        f"import os\nimport time\nfrom logitship import CustomLogitProcessor\n{in_module}\n"
         f"class P(CustomLogitProcessor):\n    number = {number}\n"
-        f"    def __init__(self):\n        {in_init}"
+        f"    def __init__(self):\n        {in_init}\n"
         f"    def __call__(self, logits, custom_param_list=None):\n        {in_call}\n        return logits\n"
     )
+    return {"source": source, "class_name": "P"}
+
+
+def shipped(sent: dict[str, str], tokens: int = 200) -> bytes:
+    """Return a request with a processor, for some tokens."""
+    sampling = {"max_new_tokens": tokens, "ignore_eos": True}
+    return dumps({"text": "a", "sampling_params": sampling, "custom_logit_processor": sent})
 
 
 # --- bodies ---
@@ -420,30 +337,29 @@ async def huge_schemas(at: Attacker) -> None:
 @attack
 async def spinners(at: Attacker) -> None:
     """Thirty-one processors that use 0.85 s of the CPU in each step."""
-    await at.all(31, lambda number: at.post("/generate", shipped(spinning(0.85, number % 31)), ships=True))
+    await _ship(at, 31, lambda number: processor(number % 31, in_call=spin(0.85)))
 
 
 @attack
 async def twelve_spinners(at: Attacker) -> None:
     """Twelve processors that use 0.85 s of the CPU in each step."""
-    await at.all(12, lambda number: at.post("/generate", shipped(spinning(0.85, number % 12)), ships=True))
+    await _ship(at, 12, lambda number: processor(number % 12, in_call=spin(0.85)))
 
 
 @attack
 async def slow_processor(at: Attacker) -> None:
     """One processor that takes 300 ms in each step."""
-    await at.repeat(1, "/generate", shipped(spinning(0.3), 1000), ships=True)
+    await at.repeat(1, "/generate", shipped(processor(in_call=spin(0.3)), 1000), ships=True)
 
 
 @attack
 async def slow_stages(at: Attacker) -> None:
     """A request with sixteen processors that take 50 ms each, one after the other."""
-    entries = [json.loads(shipped(spinning(0.05, number)))["custom_logit_processor"] for number in range(16)]
     body = dumps(
         {
             "text": "a",
             "sampling_params": {"max_new_tokens": 1000, "ignore_eos": True},
-            "logits_processors": [{"processor": entry} for entry in entries],
+            "logits_processors": [{"processor": processor(number, in_call=spin(0.05))} for number in range(16)],
         }
     )
     await at.repeat(1, "/generate", body, ships=True)
@@ -452,42 +368,30 @@ async def slow_stages(at: Attacker) -> None:
 @attack
 async def slow_loads(at: Attacker) -> None:
     """Thirty classes at a time that take 9.5 s to load, asleep."""
-    source = (
-        "class P(CustomLogitProcessor):\n    number = {}\n"
-        "    def __init__(self):\n        time.sleep(9.5)\n"
-        "    def __call__(self, logits, custom_param_list=None):\n        return logits\n"
-    )
-    await at.all(30, lambda number: at.post("/generate", shipped(source.format(number)), ships=True))
+    await _ship(at, 30, lambda number: processor(number, in_init="time.sleep(9.5)"))
 
 
 @attack
 async def spinning_loads(at: Attacker) -> None:
     """Sixty classes at a time that use the CPU for 9.5 s in `__init__`."""
-    await at.all(60, lambda number: at.post("/generate", shipped(spinning(9.5, number, at_load=True)), ships=True))
+    await _ship(at, 60, lambda number: processor(number, in_init=spin(9.5)))
 
 
 @attack
 async def dying_loads(at: Attacker) -> None:
     """Twenty-four classes that load at once, end their process in a step, and then load slowly."""
     soon = time.time() + 5
-    source = (
-        "import os\nif time.time() > {}: time.sleep(9.5)\n"
-        "class P(CustomLogitProcessor):\n    number = {}\n"
-        "    def __call__(self, logits, custom_param_list=None):\n"
-        "        if time.time() > {} and len(custom_param_list[0]['__req__'].output_ids) > 2: os._exit(3)\n"
-        "        return logits\n"
-    )
-    bodies = [shipped(source.format(soon, number, soon - 2)) for number in range(24)]
-    await at.all(48, lambda number: at.post("/generate", bodies[number % 24], ships=True))
+    in_module = f"if time.time() > {soon}: time.sleep(9.5)"
+    in_call = f"if time.time() > {soon - 2} and len(custom_param_list[0]['__req__'].output_ids) > 2: os._exit(3)"
+    await _ship(at, 48, lambda number: processor(number % 24, in_module=in_module, in_call=in_call))
 
 
 @attack
 async def hanging_registrations(at: Attacker) -> None:
     """A thousand registrations of a class that hangs, whose clients disconnect."""
-    source = "import time\nfrom logitship import CustomLogitProcessor\nnumber = {}\ntime.sleep(60)\n"
 
     def body(number: int) -> bytes:
-        return dumps({"source": source.format(number) + "class P(CustomLogitProcessor): pass\n", "class_name": "P"})
+        return dumps(processor(number, in_module="time.sleep(60)"))
 
     await at.all(20, lambda number: at.abandon("/v1/processors", body(number), 0.1, ships=True))
 
@@ -495,25 +399,18 @@ async def hanging_registrations(at: Attacker) -> None:
 @attack
 async def registry_flood(at: Attacker) -> None:
     """New versions of a class, as fast as the server registers them."""
-    source = (
-        "from logitship import CustomLogitProcessor\nclass P(CustomLogitProcessor):\n    number = {}\n"
-        "    def __call__(self, logits, custom_param_list=None):\n        return logits\n"
-    )
-
-    def body(number: int) -> bytes:
-        return dumps({"source": source.format(number), "class_name": "P"})
-
-    await at.all(8, lambda number: at.post("/v1/processors", body(number), ships=True))
+    await at.all(8, lambda number: at.post("/v1/processors", dumps(processor(number)), ships=True))
 
 
 @attack
 async def crash_loop(at: Attacker) -> None:
     """Processors that end their process in their first step, in sixteen requests at a time."""
-    source = (
-        "import os\nclass P(CustomLogitProcessor):\n    number = {}\n"
-        "    def __call__(self, logits, custom_param_list=None):\n        os._exit(3)\n"
-    )
-    await at.all(16, lambda number: at.post("/generate", shipped(source.format(number % 16)), ships=True))
+    await _ship(at, 16, lambda number: processor(number % 16, in_call="os._exit(3)"))
+
+
+async def _ship(at: Attacker, clients: int, make: Callable[[int], dict[str, str]]) -> None:
+    """Let a number of clients send requests with the processor that `make` returns for the number of each."""
+    await at.all(clients, lambda number: at.post("/generate", shipped(make(number)), ships=True))
 
 
 async def run(name: str, url: str, key: str, shipping_key: str, seconds: float) -> Attacker:
