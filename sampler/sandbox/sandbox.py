@@ -12,15 +12,17 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from logitship.sampler.edits.edit_codec import VectorStore, decode
 from logitship.sampler.edits.edit_operations import GroupEdits
 
+from .call_exchange import CallExchange, InvalidAnswer
 from .cpu_time import (
     DEFERRED_NICE,
     CallDeadline,
@@ -34,14 +36,14 @@ from .protocol import (
     DUMP_SIGNAL,
     EDITS_HEADER,
     FLOAT_BYTES,
-    HEADER,
-    LONGEST_ANSWER,
     LONGEST_PRINTED,
     Answer,
     Command,
     pack,
 )
 from .zygote_process import ForkedProcess, ZygoteProcess, pid_of
+
+T = TypeVar("T")
 
 _STATUS_TIMEOUT = 0.25
 """Seconds to wait for the wait status of a process whose connection ended."""
@@ -60,9 +62,6 @@ _DUMP_TIMEOUT = 0.1
 
 _DUMP_BACKSTOP = 2.0
 """Most wall-clock seconds for that, however few of them it gets of the cores."""
-
-_CHUNK = 4096
-"""Bytes of an answer to read at first."""
 
 
 class SandboxDied(Exception):
@@ -86,21 +85,14 @@ class _Call:
     """A call in flight.
 
     Attributes:
-        unsent: the rest of the message, not sent yet.
-        received: the answer received so far.
+        exchange: its message and its answer.
         deadline: when the process is killed for giving none.
-        num_printed: bytes of the messages PRINTED so far.
-        closed_at: `time.perf_counter` when the connection was found closed; None while it is open.
         overdue: set once the deadline was exceeded.
     """
 
-    number: int
-    unsent: memoryview
-    received: bytearray
+    exchange: CallExchange
     deadline: CallDeadline
-    closed_at: float | None = None
     overdue: _Overdue | None = None
-    num_printed: int = 0
 
 
 @dataclass(frozen=True)
@@ -268,11 +260,11 @@ class Sandbox:
         self._outbox.clear()
         is_awaited = command is not Command.PROMISE
         deadline = CallDeadline(self._clock, timeout, backstop, is_awaited=is_awaited)
-        self._call = _Call(self._call_number, memoryview(message), bytearray(), deadline)
+        self._call = _Call(CallExchange(self._connection, self._call_number, message), deadline)
         # An awaited call may start on this core: this thread will sleep.
         place = contextlib.nullcontext() if is_awaited else off_this_core(self._pid)
         with place, contextlib.suppress(SandboxDied):  # `finish` raises it
-            self._send(self._call)
+            self._call.exchange.send()
 
     def finish(self) -> tuple[Answer, bytes]:
         """Wait for the answer to the call in flight.
@@ -387,6 +379,7 @@ class Sandbox:
         return balance - self._lowest_balance
 
     def _end_call(self, call: _Call) -> None:
+        self._printed = (self._printed + call.exchange.printed)[-LONGEST_PRINTED:]
         self._seconds_in_calls += time.perf_counter() - call.deadline.began
         self.last_deadline = call.deadline
         self._call = None
@@ -405,31 +398,38 @@ class Sandbox:
 
     def _exchange(self, call: _Call) -> tuple[Answer, bytes] | None:
         self._check_alive()
-        if call.unsent:
-            self._send(call)
-        self._receive(call)
+        exchange = call.exchange
+        exchange.send()
+        exchange.receive()
         if call.overdue is not None:
             self._fail_with_dump(call, call.overdue)
             return None
-        if call.closed_at is not None:
-            self._take_messages_printed(call)
-            self._fail_once_ended(call.closed_at)
+        if exchange.closed_at is not None:
+            self._parse(exchange.take_messages_printed)
+            self._fail_once_ended(exchange.closed_at)
             return None
-        answer = self._answer(call)
+        answer = self._parse(exchange.answer)
         # Checked last: an answer that arrived in time may be read late, because the server waited for another sandbox.
         if answer is None and time.perf_counter() >= call.deadline.next_look:
             limit = call.deadline.exceeded()
             if limit is not None:
-                self._receive(call)  # it may have answered just before it was looked at
-                answer = self._answer(call)
+                exchange.receive()  # it may have answered just before it was looked at
+                answer = self._parse(exchange.answer)
             if limit is not None and answer is None:
                 self._ask_where_it_is(call, limit)
         return answer
 
+    def _parse(self, parse: Callable[[], T]) -> T:
+        try:
+            return parse()
+        except InvalidAnswer:
+            raise self.reject_answer() from None
+
     def _ask_where_it_is(self, call: _Call, limit: str) -> None:
         """Let the process write where it is to the connection. It will be killed: no answer is accepted any more."""
-        call.overdue = _Overdue(limit, CallDeadline(self._clock, _DUMP_TIMEOUT, _DUMP_BACKSTOP), len(call.received))
-        call.deadline.next_look = call.overdue.deadline.began + _DUMP_PAUSE
+        deadline = CallDeadline(self._clock, _DUMP_TIMEOUT, _DUMP_BACKSTOP)
+        call.overdue = _Overdue(limit, deadline, len(call.exchange.received))
+        call.deadline.next_look = deadline.began + _DUMP_PAUSE
         self._process.send(DUMP_SIGNAL)
 
     def _fail_with_dump(self, call: _Call, overdue: _Overdue) -> None:
@@ -439,41 +439,12 @@ class Sandbox:
             SandboxDied: it has, or did not.
         """
         now, deadline = time.perf_counter(), overdue.deadline
-        dump = bytes(call.received[overdue.num_received :])
+        dump = bytes(call.exchange.received[overdue.num_received :])
         is_complete = dump.endswith(b"\n") and now - deadline.began >= _DUMP_PAUSE
         is_late = now >= deadline.next_look and deadline.exceeded() is not None
-        if is_complete or is_late or call.closed_at is not None:
+        if is_complete or is_late or call.exchange.closed_at is not None:
             raise self._fail("deadline", f"gave no answer within {overdue.limit}: its process was killed", dump)
         call.deadline.next_look = now + _DUMP_PAUSE
-
-    def _receive(self, call: _Call) -> None:
-        # In chunks, because `recv` allocates the requested size, and most answers are short.
-        size = _CHUNK
-        while True:
-            # Up to one byte more than the longest answer, to detect a longer one.
-            rest = HEADER.size + LONGEST_ANSWER + LONGEST_PRINTED + 1 - len(call.received)
-            try:
-                chunk = self._connection.recv(min(rest, size))
-            except BlockingIOError:
-                return
-            except OSError:
-                chunk = b""
-            call.received += chunk
-            if not chunk:
-                call.closed_at = call.closed_at or time.perf_counter()
-            if len(chunk) < size:
-                return
-            size = rest
-
-    def _send(self, call: _Call) -> None:
-        while call.unsent:
-            try:
-                call.unsent = call.unsent[self._connection.send(call.unsent, socket.MSG_NOSIGNAL) :]
-            except BlockingIOError:
-                return
-            except OSError:
-                call.closed_at = call.closed_at or time.perf_counter()
-                return
 
     def _fail_once_ended(self, closed_at: float) -> None:
         """Kill the process once its wait status is known, or does not come. Never blocks: other calls go on meanwhile.
@@ -485,45 +456,6 @@ class Sandbox:
         timeout = _STATUS_TIMEOUT if self.is_running else _ENDED_STATUS_TIMEOUT
         if self._process.status.done() or waited >= timeout:
             raise self._fail("crash", self._exit_reason(timeout=0))
-
-    def _answer(self, call: _Call) -> tuple[Answer, bytes] | None:
-        """Parse the answer. Return None if it is not complete.
-
-        Raises:
-            SandboxDied: the answer is invalid.
-        """
-        if not self._take_messages_printed(call):
-            return None
-        kind, number, size = HEADER.unpack_from(call.received)
-        end = HEADER.size + size
-        answer = _ANSWERS.get(kind)
-        if number != call.number or size > LONGEST_ANSWER or len(call.received) > end or answer is None:
-            raise self.reject_answer()
-        if len(call.received) < end or call.unsent:
-            return None
-        return answer, bytes(call.received[HEADER.size :])
-
-    def _take_messages_printed(self, call: _Call) -> bool:
-        """Take the messages PRINTED that were received. Return whether the head of the answer follows.
-
-        Raises:
-            SandboxDied: they are longer than they may be.
-        """
-        while len(call.received) >= HEADER.size:
-            kind, number, size = HEADER.unpack_from(call.received)
-            end = HEADER.size + size
-            if kind != Answer.PRINTED or number != call.number:
-                return True
-            if call.num_printed + end > LONGEST_PRINTED:
-                raise self.reject_answer()
-            if len(call.received) < end:
-                return False
-            self._printed = (self._printed + call.received[HEADER.size : end].decode(errors="replace"))[
-                -LONGEST_PRINTED:
-            ]
-            call.num_printed += end
-            del call.received[:end]
-        return False
 
     def _exit_reason(self, timeout: float) -> str:
         try:
@@ -555,14 +487,14 @@ def wait_for_any(sandboxes: Collection[Sandbox], timeout: float = math.inf) -> l
     for sandbox in sandboxes:
         call = sandbox._call
         assert call is not None
-        if call.closed_at is not None:  # its connection stays readable
+        if call.exchange.closed_at is not None:  # its connection stays readable
             closed.append(sandbox)
             next_look = min(next_look, time.perf_counter() + _STATUS_INTERVAL)
             continue
         next_look = min(next_look, call.deadline.next_look)
         try:
             descriptor = sandbox._connection.fileno()
-            poll.register(descriptor, select.POLLIN | (select.POLLOUT if call.unsent else 0))
+            poll.register(descriptor, select.POLLIN | (0 if call.exchange.is_sent else select.POLLOUT))
         except ValueError:  # closed by another thread
             return [sandbox]
         waiting[descriptor] = sandbox, call.deadline.next_look
@@ -585,9 +517,6 @@ def _signal_name(number: int) -> str:
     except ValueError:  # a real-time signal
         return f"signal {number}"
     return f"{name} ({(signal.strsignal(number) or name).lower()})"
-
-
-_ANSWERS = {int(answer): answer for answer in Answer if answer is not Answer.PRINTED}
 
 
 def _sealed_memory(size: int) -> int:

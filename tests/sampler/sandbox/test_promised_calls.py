@@ -13,6 +13,7 @@ import torch
 
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import LoadedProcessor, RunOutcome
+from logitship.sampler.sandbox import call_exchange
 from logitship.sampler.sandbox import sandbox as sandbox_module
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.sampler.sandbox.sandbox_run import SandboxRun
@@ -133,7 +134,7 @@ def test_answer_longer_than_what_is_read_first(
 ) -> None:
     ids = range(1, 200)
     run = promise(executor.load(source(FORBIDS)), *[{"ids": [*ids]}] * MAX_ROWS)
-    assert 4 * len(ids) * MAX_ROWS > sandbox_module._CHUNK
+    assert 4 * len(ids) * MAX_ROWS > call_exchange._CHUNK
     assert early_answers.acquire(timeout=LONG)
     assert not run.needs_logits()
     logits, _ = finished(run, MAX_ROWS)

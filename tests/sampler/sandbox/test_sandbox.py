@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 import torch
@@ -22,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitship.sampler.sandbox import sandbox as sandbox_module
+from logitship.sampler.sandbox.call_exchange import CallExchange
 from logitship.sampler.sandbox.cpu_time import ProcessClock
 from logitship.sampler.sandbox.protocol import (
     DUMP_SIGNAL,
@@ -152,13 +152,13 @@ def test_answer_in_pieces(pair: tuple[Sandbox, Peer]) -> None:
 def test_kill_by_another_thread_between_two_looks(pair: tuple[Sandbox, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox, _ = pair
     sandbox.begin(Command.LOAD, b"", LONG)
-    receive = sandbox._receive
+    receive = CallExchange.receive
 
-    def killed_after(call: Any) -> None:
-        receive(call)
+    def killed_after(exchange: CallExchange) -> None:
+        receive(exchange)
         sandbox.kill("crash", "was killed because its load was cancelled")
 
-    monkeypatch.setattr(sandbox, "_receive", killed_after)
+    monkeypatch.setattr(CallExchange, "receive", killed_after)
     assert str(died(sandbox)) == "was killed because its load was cancelled"
     assert not sandbox.in_call
 

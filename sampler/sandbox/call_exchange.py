@@ -1,0 +1,121 @@
+"""One call of a sandbox as bytes: the message that is sent, and the answer that is received."""
+
+from __future__ import annotations
+
+import socket
+import time
+
+from .protocol import HEADER, LONGEST_ANSWER, LONGEST_PRINTED, Answer
+
+_CHUNK = 4096
+"""Bytes of an answer to read at first."""
+
+_ANSWERS = {int(answer): answer for answer in Answer if answer is not Answer.PRINTED}
+
+
+class InvalidAnswer(Exception):
+    """A sandbox sent something that is no answer to its call."""
+
+
+class CallExchange:
+    """Sends a message and receives its answer, over a connection that does not block.
+
+    The answer is not trusted: its sender may have been taken over by the processor.
+
+    Args:
+        connection: to the sandbox.
+        number: of the call, which its answer repeats.
+        message: the bytes to send.
+
+    Attributes:
+        received: the answer received so far, without the messages PRINTED before it.
+        printed: the text of these messages; the last part of it if it is long.
+        closed_at: `time.perf_counter` when the connection was found closed; None while it is open.
+    """
+
+    def __init__(self, connection: socket.socket, number: int, message: bytes) -> None:
+        self.received = bytearray()
+        self.printed = ""
+        self.closed_at: float | None = None
+        self._connection = connection
+        self._number = number
+        self._unsent = memoryview(message)
+        self._num_printed = 0
+        """Bytes of the messages PRINTED so far."""
+
+    @property
+    def is_sent(self) -> bool:
+        """True once the whole message was sent."""
+        return not self._unsent
+
+    def send(self) -> None:
+        """Send as much as possible without blocking."""
+        while self._unsent:
+            try:
+                self._unsent = self._unsent[self._connection.send(self._unsent, socket.MSG_NOSIGNAL) :]
+            except BlockingIOError:
+                return
+            except OSError:
+                self._set_closed()
+                return
+
+    def receive(self) -> None:
+        """Receive what has arrived, without blocking."""
+        # In chunks, because `recv` allocates the requested size, and most answers are short.
+        size = _CHUNK
+        while True:
+            # Up to one byte more than the longest answer, to detect a longer one.
+            rest = HEADER.size + LONGEST_ANSWER + LONGEST_PRINTED + 1 - len(self.received)
+            try:
+                chunk = self._connection.recv(min(rest, size))
+            except BlockingIOError:
+                return
+            except OSError:
+                chunk = b""
+            self.received += chunk
+            if not chunk:
+                self._set_closed()
+            if len(chunk) < size:
+                return
+            size = rest
+
+    def _set_closed(self) -> None:
+        self.closed_at = self.closed_at or time.perf_counter()
+
+    def answer(self) -> tuple[Answer, bytes] | None:
+        """Parse the answer. Return None if it is not complete.
+
+        Raises:
+            InvalidAnswer: it is none.
+        """
+        if not self.take_messages_printed():
+            return None
+        kind, number, size = HEADER.unpack_from(self.received)
+        end = HEADER.size + size
+        answer = _ANSWERS.get(kind)
+        if number != self._number or size > LONGEST_ANSWER or len(self.received) > end or answer is None:
+            raise InvalidAnswer
+        if len(self.received) < end or not self.is_sent:
+            return None
+        return answer, bytes(self.received[HEADER.size :])
+
+    def take_messages_printed(self) -> bool:
+        """Take the messages PRINTED that were received. Return whether the head of the answer follows.
+
+        Raises:
+            InvalidAnswer: they are longer than they may be.
+        """
+        while len(self.received) >= HEADER.size:
+            kind, number, size = HEADER.unpack_from(self.received)
+            end = HEADER.size + size
+            if kind != Answer.PRINTED or number != self._number:
+                return True
+            if self._num_printed + end > LONGEST_PRINTED:
+                raise InvalidAnswer
+            if len(self.received) < end:
+                return False
+            text = self.received[HEADER.size : end].decode(errors="replace")
+            self.printed = (self.printed + text)[-LONGEST_PRINTED:]
+            self._num_printed += end
+            del self.received[:end]
+        return False
