@@ -92,9 +92,13 @@ def test_one_tenant_has_all_of_a_step(shares: DecodeShares) -> None:
     assert select(shares, running) == running
 
 
-def test_short_sequences_are_not_held_up(shares: DecodeShares) -> None:
-    running = [Running("a", 50), *(Running("b", 60) for _ in range(12))]
-    assert select(shares, running) == running
+def test_sequences_within_the_share_are_not_held_up(shares: DecodeShares) -> None:
+    few = Running("a", 50)
+    share = DECODE_SHARE * BASE + PER_POSITION * (50 + SEQUENCE_COST)
+    most = int(share / (PER_POSITION * (60 + SEQUENCE_COST)))
+    many = [Running("b", 60) for _ in range(most + 1)]
+    assert select(shares, [few, *many[:most]]) == [few, *many[:most]]
+    assert len(select(shares, [few, *many])) == 1 + most, "one more would exceed the share"
 
 
 @pytest.mark.parametrize(("prompts", "share"), [(0.0, 1.0), (0.002, 1 - 0.002 / (DECODE_SHARE * BASE)), (1.0, 0.5)])
