@@ -1,4 +1,4 @@
-"""How a hostile client sends its requests, and what became of them."""
+"""Sends the requests of a hostile client, and counts the responses."""
 
 from __future__ import annotations
 
