@@ -14,6 +14,7 @@ from sandbox_workload import BODIES, Model, Step, shipped_step
 
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sandbox.call_exchange import CallExchange
 from logitship.sampler.sandbox.protocol import Command
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
@@ -91,7 +92,7 @@ class _Recorder:
         for owner, name in (
             (SandboxRun, "_copy_in"),
             (SandboxRun, "_copy_out"),
-            (Sandbox, "_send"),
+            (CallExchange, "send"),
             (Sandbox, "advance"),
         ):
             self._patches.enter_context(mock.patch.object(owner, name, self._with_span(name, getattr(owner, name))))
@@ -128,7 +129,7 @@ def _of_step(recorder: _Recorder, step: Step, logits: torch.Tensor, model: Model
     ended = time.perf_counter_ns()
     spans = recorder.spans
     copy_in, copy_out = (spans[name][0][1] - spans[name][0][0] for name in ("_copy_in", "_copy_out"))
-    sent, received = spans["_send"][0][0], spans["advance"][-1][1]
+    sent, received = spans["send"][0][0], spans["advance"][-1][1]
     called, done = _clocks(logits)
     return {
         "copy in": copy_in,
