@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,12 +92,8 @@ def complete(document: dict[str, Any], models: Sequence[type]) -> None:
         document: the OpenAPI document, changed in place.
         models: the referenced models. The models that they refer to are added as well.
     """
-    with SCHEMA_LOCK:
-        _, definitions = TypeAdapter.json_schemas(
-            [(model, "validation", TypeAdapter(model)) for model in models], ref_template=_REFERENCE
-        )
     schemas = document.setdefault("components", {}).setdefault("schemas", {})
-    schemas.update(definitions["$defs"])
+    schemas.update(_definitions(tuple(models)))
     for route in document["paths"].values():
         for each in route.values():
             # An invalid parameter is a 404 here, not FastAPI's 422. An empty schema would allow any JSON response.
@@ -105,3 +102,14 @@ def complete(document: dict[str, Any], models: Sequence[type]) -> None:
                 del each["responses"]["200"]["content"]["application/json"]
     for unused in ("HTTPValidationError", "ValidationError"):
         schemas.pop(unused, None)
+
+
+@functools.cache  # takes a second
+def _definitions(models: tuple[type, ...]) -> dict[str, Any]:
+    """Return the schemas of `models`, and of those that they refer to, by name."""
+    with SCHEMA_LOCK:
+        _, schemas = TypeAdapter.json_schemas(
+            [(model, "validation", TypeAdapter(model)) for model in models], ref_template=_REFERENCE
+        )
+    definitions: dict[str, Any] = schemas["$defs"]
+    return definitions
