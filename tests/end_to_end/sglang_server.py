@@ -75,6 +75,7 @@ def sglang_serve(
     command = [str(python), "-m", "sglang.launch_server", "--model-path", str(model), "--device", "cpu"]
     command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--dtype", "float32"]
     command += ["--max-total-tokens", "8192", "--max-running-requests", "32", "--skip-server-warmup"]
+    command += ["--sleep-on-idle"]  # else an idle server uses a core
     command += ["--enable-custom-logit-processor", "--host", "127.0.0.1", "--port", str(port), *arguments]
     settings = {
         "HF_HUB_OFFLINE": "1",

@@ -119,7 +119,8 @@ SANDBOXED = [
     Stream("countdown", 14, processors=((COUNTDOWN, {"plus": 0}),)),
     Stream("countdown, another tenant", 15, "a", ((COUNTDOWN, {"plus": 7}),)),
     Stream("countdown, a fourth tenant", 16, "c", ((COUNTDOWN, {"plus": 9}),)),
-    Stream("new class each time", 18, processors=((BAN, {"token_ids": [60]}),), new_class_each_time=True),
+    Stream("new class each time", 18, "d", ((BAN, {"token_ids": [60]}),), new_class_each_time=True),
+    Stream("another new class each time", 19, "d", ((BAN, {"token_ids": [61]}),), new_class_each_time=True),
     Stream("both", 17, processors=((BAN, {"token_ids": [50]}), (COUNTDOWN, {"plus": 3}))),
 ]
 
@@ -255,6 +256,7 @@ class Load:
             except (BadRequest, ServiceUnavailable) as refused:  # 503 if the zygote was killed
                 assert stream in SANDBOXED
                 self.ends[f"refused: {refused.param}"] += 1
+                await asyncio.sleep(0.05)  # for as long as the same would be refused
                 continue
             expected = self._expected[stream.name]
             assert tokens == expected[: len(tokens)], stream.name
