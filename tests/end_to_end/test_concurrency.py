@@ -1,4 +1,4 @@
-"""Batch invariance: thirty-two concurrent streams on the real model with five processors equal single requests.
+"""Batch invariance: thirty-two concurrent streams on a real model with five processors equal single requests.
 
 Floating-point sums round differently in another batch composition. If two tokens are so close that rounding decides
 between them, an output may differ from that of the single request. The test then checks that the log-probabilities
@@ -8,17 +8,21 @@ show such a near-tie.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from logitship import AsyncClient, CustomLogitProcessor
 from logitship.client.records import TokenLogprob
 from logitship.sampler.ops.sample_tokens import uniform_numbers
+from logitship.server.config import ServerConfig
 from logitship.server.engine.active_requests import continuation_seed
+from logitship.server.http_server import running_server
 
 TOKENS = 24
 NEAR = 1e-3
@@ -157,8 +161,23 @@ def is_near_tie(wanted: Wanted, position: int, single: Output, token_id: int) ->
     return bool(np.abs(borders - uniform).min() < NEAR) or ties_in_order
 
 
-def test_outputs_are_batch_invariant(real_server: str) -> None:
-    batched, alone = asyncio.run(run_batched_and_single(real_server))
+@pytest.fixture(scope="module")
+def server(shallow_model: str) -> Iterator[str]:
+    """Base URL of a server that runs shipped processors."""
+    config = ServerConfig(
+        model_path=shallow_model,
+        port=0,
+        enable_custom_logit_processor=True,
+        processor_isolation="none",
+        max_model_len=256,
+        log_level="warning",
+    )
+    with running_server(config) as base_url:
+        yield base_url
+
+
+def test_outputs_are_batch_invariant(server: str) -> None:
+    batched, alone = asyncio.run(run_batched_and_single(server))
     differing = 0
     for wanted, output, single in zip(requests(), batched, alone, strict=True):
         if output.token_ids == single.token_ids:
@@ -184,21 +203,21 @@ async def several_and_single(base_url: str, wanted: Wanted, n: int) -> tuple[lis
     return several, singles, alone
 
 
-def test_continuations_equal_single_requests(real_server: str) -> None:
+def test_continuations_equal_single_requests(server: str) -> None:
     for number in (3, 7, 29):  # without a processor, with a stateful one, with a built-in one
         wanted = requests()[number]
-        several, singles, alone = asyncio.run(several_and_single(real_server, wanted, 3))
+        several, singles, alone = asyncio.run(several_and_single(server, wanted, 3))
         for single, output, expected in zip(singles, several, alone, strict=True):
             differing = [i for i in range(TOKENS) if output.token_ids[i] != expected.token_ids[i]]
             assert not differing or is_near_tie(single, differing[0], expected, output.token_ids[differing[0]])
 
 
-def test_is_near_tie_can_fail(real_server: str) -> None:
+def test_is_near_tie_can_fail(server: str) -> None:
     """The check for near-ties in the tests above can fail."""
     greedy = Wanted("The capital of France is", requests()[0].options | {"processor": None, "max_new_tokens": TOKENS})
 
     async def one() -> Output:
-        async with AsyncClient(real_server, timeout=300) as client:
+        async with AsyncClient(server, timeout=300) as client:
             return await stream(client, greedy)
 
     output = asyncio.run(one())

@@ -1,4 +1,4 @@
-"""`--enable-deterministic-inference` on the real model: log-probabilities are equal to the last bit."""
+"""`--enable-deterministic-inference` on a real model: log-probabilities are equal to the last bit."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def records(llm: LLM, numbers: Sequence[int]) -> dict[int, Record]:
     return found
 
 
-def test_logprobs_are_batch_invariant() -> None:
+def test_logprobs_are_batch_invariant(shallow_model: str) -> None:
     numbers = range(len(PROMPTS))
-    with LLM(max_num_seqs=8, max_model_len=256, enable_deterministic_inference=True) as llm:
+    with LLM(shallow_model, max_num_seqs=8, max_model_len=256, enable_deterministic_inference=True) as llm:
         single = {number: records(llm, [number])[number] for number in numbers}
         batched = records(llm, numbers)
         reordered = records(llm, [*reversed(numbers)])
@@ -54,6 +54,7 @@ def test_logprobs_are_batch_invariant() -> None:
     assert reordered == single
     for chunk_size, rows in ((7, 8), (50, 3)):
         with LLM(
+            shallow_model,
             max_num_seqs=rows,
             max_model_len=256,
             chunked_prefill_size=chunk_size,

@@ -1,4 +1,4 @@
-"""Speculative decoding with `--enable-deterministic-inference` changes no token on the real model.
+"""Speculative decoding with `--enable-deterministic-inference` changes no token on a real model.
 
 Each kind of processor gets one prompt. `LOGITSHIP_PROMPTS_EACH=12` makes it twelve, which is hundreds of prompts.
 """
@@ -163,12 +163,15 @@ class Counted(NGramSpeculation):
 
 
 @pytest.mark.parametrize("isolation", ["none", "sandbox"])
-def test_speculative_decoding_changes_no_token(isolation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speculative_decoding_changes_no_token(
+    isolation: str, monkeypatch: pytest.MonkeyPatch, shallow_model: str
+) -> None:
     monkeypatch.setattr(build, "NGramSpeculation", Counted)
     Counted.accepted = 0
     found = []
     for algorithm in (None, "NGRAM"):
         config = ServerConfig(
+            model_path=shallow_model,
             enable_custom_logit_processor=True,
             processor_isolation=isolation,  # type: ignore[arg-type]
             reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
