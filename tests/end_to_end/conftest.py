@@ -43,9 +43,7 @@ def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("shallow") / "model"
     shutil.copytree(default_model_folder(), folder)
     config_file, weights_file = folder / "config.json", folder / "model.safetensors"
-    config_file.write_text(
-        json.dumps(json.loads(config_file.read_text()) | {"num_hidden_layers": NUM_SHALLOW_LAYERS})
-    )
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"num_hidden_layers": NUM_SHALLOW_LAYERS}))
     weights = {
         name: weight
         for name, weight in load_file(weights_file).items()

@@ -60,9 +60,9 @@ class Served:
 
     @property
     def threads(self) -> int:
-        """Number of threads of this process, except for the pools that are kept."""
+        """Number of threads of this process, except for pools that are kept, and timers that end what is idle."""
         names = [thread.name for thread in threading.enumerate()]
-        return sum(not name.startswith(("asyncio_", "AnyIO", "logitship-work")) for name in names)
+        return sum(not name.startswith(("asyncio_", "AnyIO", "logitship-work", "logitship-idle")) for name in names)
 
     @property
     def descriptors(self) -> int:
