@@ -256,7 +256,7 @@ class Load:
             except (BadRequest, ServiceUnavailable) as refused:  # 503 if the zygote was killed
                 assert stream in SANDBOXED
                 self.ends[f"refused: {refused.param}"] += 1
-                await asyncio.sleep(0.05)  # for as long as the same would be refused
+                await asyncio.sleep(0.05)  # clients do not try again at once
                 continue
             expected = self._expected[stream.name]
             assert tokens == expected[: len(tokens)], stream.name

@@ -14,12 +14,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from logitship.builtin_processors.grammars import compiler
 from logitship.builtin_processors.grammars.checker import GrammarChecker
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
@@ -34,6 +36,8 @@ SECONDS = 2.0
 """Duration of each attack."""
 LONGEST = 60.0
 """Seconds for an honest request, and until nothing is left over: the machine may be busy, and minutes are too long."""
+CHECKER_IDLE = 1.0
+"""Seconds after which the idle process of a grammar checker ends, instead of half a minute."""
 SOUND = {
     "registry_flood",
     "slow_loads",
@@ -60,9 +64,9 @@ class Served:
 
     @property
     def threads(self) -> int:
-        """Number of threads of this process, except for pools that are kept, and timers that end what is idle."""
+        """Number of threads of this process, except for the pools that are kept."""
         names = [thread.name for thread in threading.enumerate()]
-        return sum(not name.startswith(("asyncio_", "AnyIO", "logitship-work", "logitship-idle")) for name in names)
+        return sum(not name.startswith(("asyncio_", "AnyIO", "logitship-work")) for name in names)
 
     @property
     def descriptors(self) -> int:
@@ -98,9 +102,12 @@ def served(long_model: LoadedModel) -> Iterator[Served]:
         api_key=("honest", "hostile"),
         shipping_api_key=("hostile-ships",),
     )
-    engine = build_engine(config, long_model)
-    with running_server(config, engine) as url:
-        yield Served(url, engine)
+    with pytest.MonkeyPatch.context() as patch:
+        # Their processes, and the threads that end them, are waited for.
+        patch.setattr(compiler, "GrammarChecker", partial(GrammarChecker, idle_timeout=CHECKER_IDLE))
+        engine = build_engine(config, long_model)
+        with running_server(config, engine) as url:
+            yield Served(url, engine)
 
 
 async def honest(http: httpx.AsyncClient) -> list[int]:
