@@ -104,11 +104,18 @@ class TurnsMiddleware:
     Args:
         app: the application.
         others_run: returns whether sequences of other callers than this tenant run.
+        sleep: waits this many seconds.
     """
 
-    def __init__(self, app: ASGIApp, others_run: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        others_run: Callable[[str], bool],
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
         self._app = app
         self._others_run = others_run
+        self._sleep = sleep
         self._turns = TenantTurns()
         self._refused_at: dict[str, float] = {}
 
@@ -138,7 +145,7 @@ class TurnsMiddleware:
     async def _rest_after_refusal(self, tenant: str) -> None:
         refused_at = self._refused_at.pop(tenant, None)
         if refused_at is not None and self._others_run(tenant):
-            await asyncio.sleep(refused_at + _REFUSAL_REST - asyncio.get_running_loop().time())
+            await self._sleep(refused_at + _REFUSAL_REST - asyncio.get_running_loop().time())
 
     def _end(self, tenant: str, began: float) -> None:
         loop = asyncio.get_running_loop()

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from logitship.server.http import pacing
 from logitship.server.http.auth import Caller
 from logitship.server.http.pacing import (
     _LONGEST_TURN_REST,
@@ -155,9 +154,7 @@ def test_turns_are_followed_by_a_rest_while_others_run() -> None:
     ("status", "others_run", "rests"),
     [(429, True, 1), (429, False, 0), (400, True, 1), (413, True, 1), (404, True, 0), (200, True, 0)],
 )
-def test_refusals_are_followed_by_a_rest(
-    monkeypatch: pytest.MonkeyPatch, status: int, others_run: bool, rests: int
-) -> None:
+def test_refusals_are_followed_by_a_rest(status: int, others_run: bool, rests: int) -> None:
     slept: list[float] = []
     sent: list[Any] = []
 
@@ -172,12 +169,11 @@ def test_refusals_are_followed_by_a_rest(
         await send({"type": "http.response.body", "body": b""})
 
     async def scenario() -> None:
-        middleware = TurnsMiddleware(app, others_run=lambda tenant: others_run)
+        middleware = TurnsMiddleware(app, lambda tenant: others_run, sleep)
         for tenant in ("refused", "another", "refused"):
             scope = {"type": "http", "state": {"caller": Caller(tenant, may_ship=False)}}
             await middleware(scope, None, send)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pacing.asyncio, "sleep", sleep)
     asyncio.run(scenario())
     assert [0 < seconds <= _REFUSAL_REST for seconds in slept] == [True] * rests
     assert len(sent) == 6
