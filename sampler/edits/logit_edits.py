@@ -62,7 +62,7 @@ class RecentVectors:
 class EditLog:
     """Records edits of float32 [num_rows, vocab_size] logits, in order.
 
-    It copies the tensors that it is given: their owner may change them. It does not check them.
+    It copies what it is given, because its owner may change it, and shares only uint32 positions. It checks nothing.
 
     Args:
         num_rows: rows of the call.
@@ -73,7 +73,17 @@ class EditLog:
         edits: the edits so far.
     """
 
-    __slots__ = ("_num_registers", "_num_steps", "_num_touched", "edits", "num_rows", "vectors", "vocab_size")
+    __slots__ = (
+        "_most_edits",
+        "_most_touched",
+        "_num_registers",
+        "_num_steps",
+        "_num_touched",
+        "edits",
+        "num_rows",
+        "vectors",
+        "vocab_size",
+    )
 
     def __init__(self, num_rows: int, vocab_size: int, vectors: RecentVectors | None = None) -> None:
         self.num_rows = num_rows
@@ -82,6 +92,8 @@ class EditLog:
         self._num_registers = 0
         self._num_steps = 0
         self._num_touched = 0
+        self._most_edits = most_edits(num_rows)
+        self._most_touched = MOST_TOUCHED * num_rows * vocab_size
         self.vectors = vectors or RecentVectors()
 
     def copy(self) -> EditLog:
@@ -99,9 +111,7 @@ class EditLog:
     @property
     def is_full(self) -> bool:
         """True if the log is too long to be sent."""
-        most_touched = MOST_TOUCHED * self.num_rows * self.vocab_size
-        num_edits = len(self.edits) + self._num_steps
-        return num_edits > most_edits(self.num_rows) or self._num_touched > most_touched
+        return len(self.edits) + self._num_steps > self._most_edits or self._num_touched > self._most_touched
 
     def put(self, positions: AnyPositions, value: AnyOperand) -> None:
         """Put one value, or float32 [positions], at positions, int64 [n]."""
@@ -175,6 +185,8 @@ class EditLog:
 
 
 def _positions(numbers: AnyPositions) -> Positions:
+    if isinstance(numbers, np.ndarray) and numbers.dtype == _DTYPE:
+        return numbers
     if isinstance(numbers, torch.Tensor):
         positions: Positions = numbers.numpy().astype(_DTYPE)
         return positions

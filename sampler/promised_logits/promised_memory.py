@@ -5,10 +5,21 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
+
+from .promised_index import RecentSelections
+
+
+@dataclass(frozen=True)
+class RecentArguments:
+    """Arguments of a processor's earlier calls, as far as its next ones take less time if they are the same."""
+
+    vectors: RecentVectors = field(default_factory=RecentVectors)
+    selections: RecentSelections = field(default_factory=RecentSelections)
 
 
 class Source:
@@ -17,7 +28,7 @@ class Source:
     Args:
         num_rows, vocab_size: their shape.
         fetch: waits for them; returns float32 [num_rows, vocab_size], which the author's code may edit.
-        vectors: those of earlier calls; None: of this call alone.
+        recent: those of earlier calls; None: of this call alone.
 
     Attributes:
         was_read: True if they were fetched.
@@ -29,11 +40,11 @@ class Source:
         num_rows: int,
         vocab_size: int,
         fetch: Callable[[], torch.Tensor],
-        vectors: RecentVectors | None = None,
+        recent: RecentArguments | None = None,
     ) -> None:
         self.num_rows = num_rows
         self.vocab_size = vocab_size
-        self.vectors = vectors or RecentVectors()
+        self.recent = recent or RecentArguments()
         self.was_read = False
         self.tensors: list[weakref.ref[torch.Tensor]] = []
         self._fetch = fetch
@@ -89,7 +100,7 @@ class Memory:
         self.source = source
         self.is_original = base is None
         self.log: EditLog = (
-            EditLog(source.num_rows, source.vocab_size, source.vectors) if base is None else base.log.copy()
+            EditLog(source.num_rows, source.vocab_size, source.recent.vectors) if base is None else base.log.copy()
         )
         self.base, self.base_length = base, 0 if base is None else len(base.log.edits)
         if base is not None and base.base is not None:

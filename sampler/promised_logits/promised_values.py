@@ -13,7 +13,7 @@ import torch
 
 from logitship.sampler.edits.edit_operations import Operand
 
-from .promised_index import Cells, Mask, Rows, select
+from .promised_index import Cells, Mask, Rows, Selection
 from .promised_memory import Memory
 from .promised_operands import DenseOperand, is_plain, operand_of, scalar_of
 
@@ -74,12 +74,17 @@ class LogitsView:
             return None
         return [LogitsView(self.memory, self.rows[at : at + 1], is_one=True) for at in range(len(self.rows))]
 
+    def select(self, index: Any) -> Selection | None:
+        """Return what an index selects; None if that is not certain."""
+        source = self.memory.source
+        return source.recent.selections.select(self.rows, self.is_one, source.vocab_size, index)
+
     def get(self, index: Any) -> State | None:
         """Return what an index selects."""
         if not self.memory.is_pending:
             return None
         vocab_size = self.memory.source.vocab_size
-        chosen = select(self.rows, self.is_one, vocab_size, index)
+        chosen = self.select(index)
         if isinstance(chosen, Rows):
             return self._rows_at(chosen)
         if isinstance(chosen, Mask):
@@ -101,7 +106,7 @@ class LogitsView:
         memory = self.memory
         if not memory.is_pending:
             return False
-        chosen = select(self.rows, self.is_one, memory.source.vocab_size, index)
+        chosen = self.select(index)
         if chosen is None:
             return False
         if isinstance(chosen, Rows):
@@ -364,7 +369,7 @@ def cells_of(state: State, index: Any) -> Cells | None:
     """Return the elements of logits that an index selects; None if it is not certain, or selects anything else."""
     if not isinstance(state, LogitsView) or not state.memory.is_pending:
         return None
-    chosen = select(state.rows, state.is_one, state.memory.source.vocab_size, index)
+    chosen = state.select(index)
     return chosen if isinstance(chosen, Cells) else None
 
 

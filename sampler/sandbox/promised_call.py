@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 
 from logitship.sampler.author_code.calls import call, guard, take_over
-from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
+from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.promised_logits.promise import Promise
-from logitship.sampler.promised_logits.promised_memory import Source
+from logitship.sampler.promised_logits.promised_memory import RecentArguments, Source
 
 
 class PromisedCall:
@@ -18,7 +18,7 @@ class PromisedCall:
     Args:
         logits: float32 [rows, vocab], the shared memory; the rows are there once `receive` has returned.
         receive: waits for the rows.
-        vectors: those of earlier calls.
+        recent: those of earlier calls.
 
     Attributes:
         is_received: True if the rows were received, because the processor used their values. They are then edited in
@@ -27,10 +27,10 @@ class PromisedCall:
         dense_reason: why later calls of this processor need their logits from the beginning; "" if they do not.
     """
 
-    def __init__(self, logits: torch.Tensor, receive: Callable[[], None], vectors: RecentVectors) -> None:
+    def __init__(self, logits: torch.Tensor, receive: Callable[[], None], recent: RecentArguments) -> None:
         self._logits = logits
         self._receive = receive
-        self._vectors = vectors
+        self._recent = recent
         self.is_received = False
         self.edits: EditLog | None = None
         self.dense_reason = ""
@@ -44,7 +44,7 @@ class PromisedCall:
         guard(lambda: self._edit(function), name=name, shipped_class=shipped_class, in_sandbox=True)
 
     def _edit(self, function: Callable[[torch.Tensor], object]) -> None:
-        promise = Promise(Source(len(self._logits), self._logits.shape[-1], self._fetch, self._vectors))
+        promise = Promise(Source(len(self._logits), self._logits.shape[-1], self._fetch, self._recent))
         try:
             result = promise.conclude(call(function, promise.take()))
         finally:

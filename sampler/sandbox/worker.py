@@ -27,10 +27,11 @@ from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.loading import instantiate_prepared, load_class
 from logitship.sampler.author_code.calls import duplicate, edit
 from logitship.sampler.edits.edit_codec import VectorSender, encode
-from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
+from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.processors.executor import ClassDescription, describe, to_bytes
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.promised_logits.promise_scan import reason_against_promises
+from logitship.sampler.promised_logits.promised_memory import RecentArguments
 from logitship.sampler.sampling_params import SamplingParams
 
 from .printed_text import PrintedText
@@ -129,7 +130,7 @@ class Worker:
         self._retry = RowRetry(self._call)
         self._fork_faults: dict[int, ProcessorFault] = {}
         self._group = CallGroup([], None, [], {})
-        self._recent_vectors = RecentVectors()
+        self._recent = RecentArguments()
         self._vectors = VectorSender()
         self._dense_reason = ""
         self._has_failed = False
@@ -219,7 +220,7 @@ class Worker:
         if group.logits is None or self._dense_reason or self._retry.is_row_by_row:
             self._receive()
             return self._edit_rows()
-        call = PromisedCall(group.logits, self._receive, self._recent_vectors)
+        call = PromisedCall(group.logits, self._receive, self._recent)
         faults = self._retry.attempt(call, group.members)
         self._dense_reason = call.dense_reason
         self._has_failed = faults is None

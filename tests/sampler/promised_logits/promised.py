@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,11 @@ from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.promised_logits.promise import Promise
-from logitship.sampler.promised_logits.promised_memory import Source
+from logitship.sampler.promised_logits.promised_memory import RecentArguments, Source
 
 Function = Callable[[torch.Tensor], Any]
+_RECENT: defaultdict[int, RecentArguments] = defaultdict(RecentArguments)
+"""By width of the logits: all calls here may find the arguments of others, as those of one processor do."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ def promised(function: Function, logits: torch.Tensor, *, read_first: bool = Fal
         fetched.append(1)
         return real
 
-    promise = Promise(Source(*logits.shape, fetch))
+    promise = Promise(Source(*logits.shape, fetch, _RECENT[logits.shape[1]]))
     given = promise.take()
     if read_first:
         given.sum()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import pickle
 import threading
 from typing import Any
@@ -14,7 +15,8 @@ from hypothesis import strategies as st
 
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.promised_logits.promise import Promise
-from logitship.sampler.promised_logits.promised_memory import Source
+from logitship.sampler.promised_logits.promised_index import Cells
+from logitship.sampler.promised_logits.promised_memory import RecentArguments, Source
 from logitship.sampler.promised_logits.promised_tensor import PromisedLogits
 
 from .promised import assert_same, bits, eager, example_logits, promised
@@ -399,6 +401,80 @@ def test_alias_of_an_earlier_call_raises() -> None:
     kept.promise.conclude(given.pop())
     with pytest.raises(RuntimeError, match="logits of an earlier step"):
         alias.sum()
+
+
+@pytest.mark.parametrize("ids", [torch.tensor(IDS), list(IDS)], ids=["tensor", "list"])
+def test_index_may_change_between_its_uses(ids: Any) -> None:
+    """Selections of earlier calls are found by the contents of their indices."""
+
+    def change() -> float:
+        ids[0] += 1
+        return 2.5
+
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        ids[0] = 1
+        for row in logits:
+            row[ids] -= 1
+        logits[:, ids] += change()
+        logits[1, ids] = -INF
+        return logits
+
+    expected = eager(program, example_logits())
+    for _ in range(2):
+        assert_same(promised(program, example_logits()), expected)
+
+
+NUMBERS: list[list[Any]] = [
+    [0, 1],
+    [1, 0],
+    [True, False],
+    [False, True],
+    [0.0, 1.0],
+    [0, 1, 0],
+    [],
+    [-1, 1],
+    [2, VOCAB],
+]
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "l[i] = 1.",
+        "l[1][i] += 1; l = l[1][None, i]",
+        "l[0, i] += 1",
+        "l[1:, i] = 2.",
+        "l[-1, i] -= 1",
+        "l[1][i] = 3.",
+        "l[i, 0] = 4.",
+    ],
+)
+def test_equal_indices_of_other_kinds_select_something_else(code: str) -> None:
+    """To Python, True and 1.0 equal 1."""
+    kinds = [list, tuple, np.array, torch.tensor, lambda numbers: torch.tensor(numbers, dtype=torch.int32)]
+    for kind, numbers in itertools.product(kinds, NUMBERS):
+        program = function(code.replace("i]", "i()]"))
+        program.__globals__["i"] = lambda kind=kind, numbers=numbers: kind(numbers)
+        assert_same(promised(program, example_logits()), eager(program, example_logits()))
+
+
+def test_kept_selections_are_bounded() -> None:
+    recent = RecentArguments()
+    for number in range(160):
+        promise = Promise(Source(ROWS, 1 << 13, lambda: torch.zeros(ROWS, 1 << 13), recent))
+
+        def program(logits: torch.Tensor, number: int = number) -> torch.Tensor:
+            logits[0, torch.arange(4096) + number] = 1.0
+            logits[0, torch.arange(5000) + number] = 2.0
+            for token in range(50):
+                logits[1, [50 * number + token]] = 3.0
+            return logits
+
+        log = promise.conclude(program(promise.take()))
+        assert isinstance(log, EditLog)
+    kept = recent.selections._selections.values()
+    assert len(kept) <= 4096
+    assert 0 < sum(each.positions.size for each in kept if isinstance(each, Cells)) <= 1 << 18
 
 
 def test_too_many_edits_are_not_recorded() -> None:
