@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import gc
 import logging
 import os
 import re
 import socket
 import sys
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
@@ -91,19 +92,30 @@ def _serve(config: ServerConfig) -> int:
 
 
 def _serve_on(sockets: list[socket.socket], config: ServerConfig) -> int:
-    from logitship.server.engine.build import build_engine
+    with _without_garbage_collection():
+        from logitship.server.engine.build import build_engine
 
-    from .http_server import HTTPServer
-    from .logs import set_up_logging
-    from .shutdown_watchdog import ShutdownWatchdog
+        from .http_server import HTTPServer
+        from .logs import set_up_logging
+        from .shutdown_watchdog import ShutdownWatchdog
 
-    set_up_logging(config.log_level, config.log_format)
-    sys.setswitchinterval(_SWITCH_INTERVAL)
-    engine = build_engine(config)
-    server = HTTPServer(engine, ShutdownWatchdog(config.shutdown_timeout))
-    engine.take_over_garbage_collection()
+        set_up_logging(config.log_level, config.log_format)
+        sys.setswitchinterval(_SWITCH_INTERVAL)
+        engine = build_engine(config)
+        server = HTTPServer(engine, ShutdownWatchdog(config.shutdown_timeout))
+        engine.take_over_garbage_collection()
     server.run(sockets)
     return 0 if server.started else 1
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """Make no automatic garbage collections inside. What a start imports and loads stays, and is not searched."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _demo(config: ServerConfig) -> int:

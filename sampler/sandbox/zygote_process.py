@@ -35,7 +35,7 @@ END_TIMEOUT = 5.0
 """Seconds for the processes to exit by themselves, which takes milliseconds."""
 
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[2]); "
     "from logitship.sampler.sandbox.launcher import main; main(int(sys.argv[1]))"
 )
 _MARK = "LOGITSHIP_LAUNCHER"
