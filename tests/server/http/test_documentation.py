@@ -158,13 +158,15 @@ def test_body_example_runs(path: str, documented: Documented) -> None:
 
 # --- responses match their schemas ---
 
+SHORT = {"sampling_params": {"max_new_tokens": 4}}
+"""Each event repeats what came before, and a validation in Python takes a millisecond for each token."""
 GENERATE: list[dict[str, Any]] = [
     {"text": "a"},
     {"text": ["a", "b"], "rid": "batch"},
     {"text": "a", "sampling_params": {"n": 2, "max_new_tokens": 2, "temperature": 1.0}},
-    {"text": "ab", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2},
-    {"text": "ab", "return_logprob": True, "logprob_start_len": 0, "return_text_in_logprobs": True},
-    {"text": "a", "logits_processors": [BAN], "trace": {"top": 2}},
+    {"text": "ab", "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": 2, **SHORT},
+    {"text": "ab", "return_logprob": True, "logprob_start_len": 0, "return_text_in_logprobs": True, **SHORT},
+    {"text": "a", "logits_processors": [BAN], "trace": {"top": 2}, **SHORT},
     {"text": "a", "custom_logit_processor": PLUS, "trace": {"top": 2}, "sampling_params": {"max_new_tokens": 2}},
     {"text": "a", "sampling_params": {"ignore_eos": False, "stop": ["a", "b", "c", "d"], "max_new_tokens": 200}},
 ]
