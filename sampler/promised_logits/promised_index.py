@@ -20,7 +20,9 @@ Numbers: TypeAlias = npt.NDArray[np.int64]
 
 _INTEGERS = frozenset({int, np.int64})
 _INT_TYPES = (torch.int64, torch.int32)
-_ALL, _ALL_ROWS, _NOTHING = slice(None), "all", ""
+_COLON = slice(None)
+_ALL_ROWS, _NO_ROWS = "all", "none"
+"""Stand for what comes before the numbers of an index: `:`, which has no hash in Python 3.11, and nothing."""
 _MOST_RECENT = 1 << 12
 """Most numbers of an index that may be in `RecentSelections`."""
 _MOST_KEPT = 1 << 18
@@ -140,13 +142,13 @@ class RecentSelections:
 def _contents(index: Any) -> tuple[Hashable, bytes | tuple[int, ...]] | None:
     """Return what distinguishes an index with several numbers; None if it is another kind of index."""
     numbers: Any
-    first, numbers = index if type(index) is tuple and len(index) == 2 else (_NOTHING, index)
+    first, numbers = index if type(index) is tuple and len(index) == 2 else (_NO_ROWS, index)
     kind = type(numbers)
     if kind is not torch.Tensor and kind is not list:
         return None
-    if type(first) is slice and first == _ALL:
+    if type(first) is slice and first == _COLON:
         first = _ALL_ROWS
-    elif first is not _NOTHING and type(first) is not int:
+    elif first is not _NO_ROWS and type(first) is not int:
         return None
     if kind is list:
         is_known = len(numbers) <= _MOST_RECENT and set(map(type, numbers)) == {int}

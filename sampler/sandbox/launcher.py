@@ -95,7 +95,7 @@ def _read_setup(
     assert threading.active_count() == 1, "namespaces can only be entered by a process without threads"
     gc.collect()
     gc.freeze()  # otherwise the collector would write to, and so copy, every object in every sandbox
-    gc.enable()  # it was off: what is imported stays, and looking for garbage in it takes a tenth of the start
+    gc.enable()  # off since the process began: looking for garbage in the imports takes a tenth of the start
     return SandboxSetup(table, model, max_rows, memory_limit)
 
 

@@ -34,6 +34,7 @@ FORK_TIMEOUT = 20.0
 END_TIMEOUT = 5.0
 """Seconds for the processes to exit by themselves, which takes milliseconds."""
 
+# The garbage collector is off until the launcher has its setup: what it imports stays.
 _BOOT = (
     "import gc, json, sys; gc.disable(); sys.path[:] = json.loads(sys.argv[2]); "
     "from logitship.sampler.sandbox.launcher import main; main(int(sys.argv[1]))"

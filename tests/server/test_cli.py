@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import torch
 
 from logitship.server import cli
 from logitship.server.config import ServerConfig
+from logitship.server.engine import build
 from logitship.server.flags import FLAG_OF_FIELD
+from logitship.server.refusals import StartError
 
 
 @pytest.fixture(autouse=True)
@@ -226,6 +229,18 @@ def test_missing_torch_names_the_extra_to_install(
 def test_missing_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["serve", "--model-path", "./nowhere.gguf", "--port", "0"]) == 1
     assert capsys.readouterr().err.endswith("logitship: there is no GGUF file './nowhere.gguf'\n")
+
+
+def test_garbage_is_collected_after_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    collecting: list[bool] = []
+
+    def fail(config: ServerConfig) -> None:
+        collecting.append(gc.isenabled())
+        raise StartError("as requested")
+
+    monkeypatch.setattr(build, "build_engine", fail)
+    assert cli.main(["serve", "--port", "0"]) == 1
+    assert [*collecting, gc.isenabled()] == [False, True]
 
 
 def test_missing_device(capsys: pytest.CaptureFixture[str]) -> None:

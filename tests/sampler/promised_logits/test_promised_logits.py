@@ -453,8 +453,8 @@ def test_equal_indices_of_other_kinds_select_something_else(code: str) -> None:
     """To Python, True and 1.0 equal 1."""
     kinds = [list, tuple, np.array, torch.tensor, lambda numbers: torch.tensor(numbers, dtype=torch.int32)]
     for kind, numbers in itertools.product(kinds, NUMBERS):
-        program = function(code.replace("i]", "i()]"))
-        program.__globals__["i"] = lambda kind=kind, numbers=numbers: kind(numbers)
+        program = function(code)
+        program.__globals__["i"] = kind(numbers)
         assert_same(promised(program, example_logits()), eager(program, example_logits()))
 
 
@@ -474,6 +474,10 @@ def test_kept_selections_are_bounded() -> None:
         assert isinstance(log, EditLog)
     kept = recent.selections._selections.values()
     assert len(kept) <= 4096
+    source = Source(100, 1 << 13, lambda: torch.zeros(100, 1 << 13), recent)
+    large = Promise(source).take()
+    large[:, torch.arange(4096)] = 1.0
+    assert not source.was_read
     assert 0 < sum(each.positions.size for each in kept if isinstance(each, Cells)) <= 1 << 18
 
 

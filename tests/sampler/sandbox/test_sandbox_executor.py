@@ -81,6 +81,12 @@ def test_load_and_call(executor: SandboxExecutor, caller: Caller) -> None:
     assert caller.call(processor, rows[2], rows[0])[0] == [3, 1]
 
 
+def test_garbage_is_collected(executor: SandboxExecutor, caller: Caller) -> None:
+    """Unlike in the launcher while it starts."""
+    processor = executor.load(source("import gc\nlogits[:] = gc.isenabled()\nreturn logits"))
+    assert caller.call(processor, caller.attach(processor))[0] == [1]
+
+
 def test_class_description(executor: SandboxExecutor) -> None:
     string = source(ADDS)
     silent = executor.load(string)
