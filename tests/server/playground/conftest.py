@@ -184,7 +184,10 @@ def playground(pages: Pages, tiny_server: str) -> Playground:
 
 @dataclass
 class Gate:
-    """Events that synchronize `WAITING_PROCESSOR` with the test."""
+    """Events that synchronize `WAITING_PROCESSOR` with the test.
+
+    Wait for them only when the page has sent its requests: this thread passes them on, and not while it waits here.
+    """
 
     reached: threading.Event = field(default_factory=threading.Event)
     opened: threading.Event = field(default_factory=threading.Event)
