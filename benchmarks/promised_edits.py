@@ -22,7 +22,7 @@ from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.promised_logits.promise import Promise
-from logitship.sampler.promised_logits.promised_memory import RecentArguments, Source
+from logitship.sampler.promised_logits.promised_memory import RecentCalls, Source
 
 BENCHMARK = "promised edits"
 REPEATS = 50
@@ -113,7 +113,7 @@ def fastest(call: Callable[[], object], repeats: int = REPEATS) -> float:
     return 1e6 * min(times)
 
 
-def record(call: Call, rows: int, vocab_size: int, recent: RecentArguments | None = None) -> EditLog:
+def record(call: Call, rows: int, vocab_size: int, recent: RecentCalls | None = None) -> EditLog:
     """Return the edits of a call on promised logits."""
     promise = Promise(Source(rows, vocab_size, _no_logits, recent))
     log = promise.conclude(call(promise.take()))
@@ -128,7 +128,7 @@ def _no_logits() -> torch.Tensor:
 
 def measure_recording(work: Work, rows: int, logits: torch.Tensor, turns: int) -> Comparison:
     """Compare a recorded and encoded call with one on real logits."""
-    recent, vectors = RecentArguments(), VectorSender()
+    recent, vectors = RecentCalls(), VectorSender()
     vocab_size = logits.shape[-1]
 
     def recorded() -> float:

@@ -67,6 +67,7 @@ _STEP = struct.Struct("<BBHf")
 _VECTOR = struct.Struct("<HH")
 _NUMBERS, _FLOATS, _BYTES = np.dtype("<u4"), np.dtype("<f4"), np.dtype(np.uint8)
 _PUT, _FILL, _SAVE, _RESTORE, _EDIT_ROWS, _PUT_ROWS, _PUT_MASK = range(7)
+_NUMBER_OF = {operator: number for number, operator in enumerate(OPERATORS)}
 
 
 class InvalidEdits(ValueError):
@@ -133,41 +134,64 @@ class VectorStore:
 
 def encode(log: EditLog, vectors: VectorSender) -> bytes:
     """Return the binary form of a log, with as few edits as its rows allow."""
-    edits = combine_edits(log.edits, log.num_rows, log.vocab_size)
-    return b"".join([part for edit in edits for part in _encoded(edit, vectors)])
+    parts: list[bytes] = []
+    for edit in combine_edits(log.edits, log.num_rows, log.vocab_size):
+        parts += _ENCODERS[type(edit)](edit, vectors)
+    return b"".join(parts)
 
 
-def _encoded(edit: Edit, vectors: VectorSender) -> list[bytes]:
-    if isinstance(edit, Put):
-        is_array = isinstance(edit.values, np.ndarray)
-        return [
-            _HEADER.pack(_PUT, is_array, 0, len(edit.positions), 0.0 if is_array else edit.values),
-            edit.positions.tobytes(),
-            *([edit.values.tobytes()] if isinstance(edit.values, np.ndarray) else []),
-        ]
-    if isinstance(edit, Fill):
-        return [_HEADER.pack(_FILL, 0, 0, len(edit.rows), edit.value), edit.rows.tobytes()]
-    if isinstance(edit, Save):
-        return [_HEADER.pack(_SAVE, 0, edit.register, len(edit.positions), 0.0), edit.positions.tobytes()]
-    if isinstance(edit, Restore):
-        header = _HEADER.pack(_RESTORE, len(edit.arithmetic), edit.register, len(edit.positions), 0.0)
-        return [header, edit.positions.tobytes(), *(part for step in edit.arithmetic for part in _encoded_step(*step))]
-    if isinstance(edit, EditRows):
-        operator = OPERATORS.index(edit.operator)
-        if isinstance(edit.operand, np.ndarray):
-            header = _HEADER.pack(_EDIT_ROWS, operator, 1, len(edit.rows), 0.0)
-            return [header, edit.rows.tobytes(), vectors.encode(edit.operand)]
-        return [_HEADER.pack(_EDIT_ROWS, operator, 0, len(edit.rows), edit.operand), edit.rows.tobytes()]
-    if isinstance(edit, PutRows):
-        return [_HEADER.pack(_PUT_ROWS, 0, 1, len(edit.rows), 0.0), edit.rows.tobytes(), vectors.encode(edit.values)]
+def _encoded_put(edit: Put, vectors: VectorSender) -> list[bytes]:
+    positions, values = edit
+    if isinstance(values, np.ndarray):
+        return [_HEADER.pack(_PUT, 1, 0, len(positions), 0.0), positions.tobytes(), values.tobytes()]
+    return [_HEADER.pack(_PUT, 0, 0, len(positions), values), positions.tobytes()]
+
+
+def _encoded_fill(edit: Fill, vectors: VectorSender) -> list[bytes]:
+    return [_HEADER.pack(_FILL, 0, 0, len(edit.rows), edit.value), edit.rows.tobytes()]
+
+
+def _encoded_save(edit: Save, vectors: VectorSender) -> list[bytes]:
+    return [_HEADER.pack(_SAVE, 0, edit.register, len(edit.positions), 0.0), edit.positions.tobytes()]
+
+
+def _encoded_restore(edit: Restore, vectors: VectorSender) -> list[bytes]:
+    positions, register, arithmetic = edit
+    parts = [_HEADER.pack(_RESTORE, len(arithmetic), register, len(positions), 0.0), positions.tobytes()]
+    for operator, operand in arithmetic:
+        if isinstance(operand, np.ndarray):
+            parts += _STEP.pack(_NUMBER_OF[operator], 1, 0, 0.0), operand.tobytes()
+        else:
+            parts.append(_STEP.pack(_NUMBER_OF[operator], 0, 0, operand))
+    return parts
+
+
+def _encoded_edit_rows(edit: EditRows, vectors: VectorSender) -> list[bytes]:
+    operator = _NUMBER_OF[edit.operator]
+    if isinstance(edit.operand, np.ndarray):
+        header = _HEADER.pack(_EDIT_ROWS, operator, 1, len(edit.rows), 0.0)
+        return [header, edit.rows.tobytes(), vectors.encode(edit.operand)]
+    return [_HEADER.pack(_EDIT_ROWS, operator, 0, len(edit.rows), edit.operand), edit.rows.tobytes()]
+
+
+def _encoded_put_rows(edit: PutRows, vectors: VectorSender) -> list[bytes]:
+    return [_HEADER.pack(_PUT_ROWS, 0, 1, len(edit.rows), 0.0), edit.rows.tobytes(), vectors.encode(edit.values)]
+
+
+def _encoded_put_mask(edit: PutMask, vectors: VectorSender) -> list[bytes]:
     header = _HEADER.pack(_PUT_MASK, len(edit.bits) > 1, 0, len(edit.rows), edit.value)
     return [header, edit.rows.tobytes(), edit.bits.tobytes(), bytes(-edit.bits.size % 4)]
 
 
-def _encoded_step(operator: str, operand: Operand) -> list[bytes]:
-    if isinstance(operand, np.ndarray):
-        return [_STEP.pack(OPERATORS.index(operator), 1, 0, 0.0), operand.tobytes()]
-    return [_STEP.pack(OPERATORS.index(operator), 0, 0, operand)]
+_ENCODERS: dict[type[Edit], Callable[[Any, VectorSender], list[bytes]]] = {
+    Put: _encoded_put,
+    Fill: _encoded_fill,
+    Save: _encoded_save,
+    Restore: _encoded_restore,
+    EditRows: _encoded_edit_rows,
+    PutRows: _encoded_put_rows,
+    PutMask: _encoded_put_mask,
+}
 
 
 def decode(data: bytes, num_rows: int, vocab_size: int, vectors: VectorStore) -> GroupEdits:

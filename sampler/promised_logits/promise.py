@@ -5,6 +5,9 @@ while the model computes, with a tensor whose values are a promise. Edits are re
 operation that needs a value fetches the logits, on which the recorded edits are made, and from then on every operation
 works on these.
 
+Assumptions:
+* The author's code does not depend on when one of the tensors is freed: they are used again, see `take_back`.
+
 Guarantees:
 * The results have the same bits as those of a call with the real logits.
 * What would raise with the real logits raises at the same place, and nothing else does: an edit is recorded only if it
@@ -15,7 +18,7 @@ Guarantees:
 from __future__ import annotations
 
 from .promised_memory import Memory, Source
-from .promised_tensor import PromisedLogits, wrap
+from .promised_tensor import PromisedLogits, take_back, wrap
 from .promised_values import LogitsView
 from .recorded_operations import add_recorded_operations
 
@@ -59,7 +62,7 @@ class Promise:
         state = result.promised_state if type(result) is PromisedLogits else None
         if state is not None:
             result = None
-        self.is_kept = any(tensor() is not None for tensor in self._source.tensors)
+        self.is_kept = not take_back(self._source)
         if self.is_kept:
             self._source.read()
         if state is not None:

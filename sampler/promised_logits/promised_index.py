@@ -29,6 +29,8 @@ _MOST_KEPT = 1 << 18
 """Most elements of all selections there."""
 _LEAST_KEPT = 64
 """Elements that even a smaller selection counts as."""
+_ADJACENT = (1,)
+"""Stride of a one-dimensional tensor with nothing between its elements."""
 _FEW_PLACES = 8
 """Values at a mask are recorded by position if it is set for at most one in this many elements."""
 
@@ -119,42 +121,79 @@ class RecentSelections:
     def __init__(self) -> None:
         self._selections: dict[Hashable, Selection | None] = {}
         self._num_kept = 0
+        self._tensors = _TensorContents()
+        self._last: tuple[Hashable, Selection | None] = None, None
 
     def select(self, rows: range, is_one: bool, vocab_size: int, index: Any) -> Selection | None:
         """See `select`."""
-        contents = _contents(index)
+        contents = self._contents(index)
         if contents is None:
             return select(rows, is_one, vocab_size, index)
-        key = rows, is_one, vocab_size, *contents
-        if key in self._selections:
-            return self._selections[key]
-        selection = select(rows, is_one, vocab_size, index)
-        size = max(_LEAST_KEPT, selection.positions.size if isinstance(selection, Cells) else len(contents[1]))
-        if size <= _MOST_KEPT:
-            self._num_kept += size
-            if self._num_kept > _MOST_KEPT:
-                self._selections.clear()
-                self._num_kept = size
-            self._selections[key] = selection
-        return selection
+        key = rows, is_one, vocab_size, contents
+        # Comparing the numbers of two indices takes less time than hashing those of one.
+        last_key, last = self._last
+        if key == last_key:
+            return last
+        if key not in self._selections:
+            selection = select(rows, is_one, vocab_size, index)
+            if not self._keep(key, selection, len(contents[1])):
+                return selection
+        self._last = key, self._selections[key]
+        return self._last[1]
 
+    def _keep(self, key: Hashable, selection: Selection | None, num_numbers: int) -> bool:
+        """Keep a selection unless it is too large. Return whether it is kept."""
+        size = max(_LEAST_KEPT, selection.positions.size if isinstance(selection, Cells) else num_numbers)
+        if size > _MOST_KEPT:
+            return False
+        self._num_kept += size
+        if self._num_kept > _MOST_KEPT:
+            self._selections.clear()
+            self._num_kept = size
+        self._selections[key] = selection
+        return True
 
-def _contents(index: Any) -> tuple[Hashable, bytes | tuple[int, ...]] | None:
-    """Return what distinguishes an index with several numbers; None if it is another kind of index."""
-    numbers: Any
-    first, numbers = index if type(index) is tuple and len(index) == 2 else (_NO_ROWS, index)
-    kind = type(numbers)
-    if kind is not torch.Tensor and kind is not list:
-        return None
-    if type(first) is slice and first == _COLON:
-        first = _ALL_ROWS
-    elif first is not _NO_ROWS and type(first) is not int:
-        return None
-    if kind is list:
+    def _contents(self, index: Any) -> tuple[Hashable, bytes | tuple[int, ...]] | None:
+        """Return what distinguishes an index with several numbers; None if it is another kind of index."""
+        numbers: Any
+        first, numbers = index if type(index) is tuple and len(index) == 2 else (_NO_ROWS, index)
+        kind = type(numbers)
+        if kind is not torch.Tensor and kind is not list:
+            return None
+        if type(first) is slice and first == _COLON:
+            first = _ALL_ROWS
+        elif first is not _NO_ROWS and type(first) is not int:
+            return None
+        if kind is torch.Tensor:
+            found = self._tensors.of(numbers)
+            return None if found is None else (first, found)
         is_known = len(numbers) <= _MOST_RECENT and set(map(type, numbers)) == {int}
         return (first, tuple(numbers)) if is_known else None
-    is_known = numbers.dtype is torch.int64 and numbers.ndim == 1 and _is_plain(numbers)
-    return (first, numbers.numpy().tobytes()) if is_known and numbers.numel() <= _MOST_RECENT else None
+
+
+class _TensorContents:
+    """The contents of indices that are tensors.
+
+    Remembers the array of the last one, which takes longer to make than its contents to copy.
+    """
+
+    def __init__(self) -> None:
+        self._last: tuple[torch.Tensor | None, int, Numbers] = None, 0, np.empty(0, np.int64)
+
+    def of(self, numbers: torch.Tensor) -> bytes | None:
+        """Return the bytes of int64 [n]; None if it is another tensor, or a long one."""
+        last, address, array = self._last
+        is_last = numbers is last and numbers.data_ptr() == address and numbers.numel() == array.size
+        if is_last and numbers.stride() == _ADJACENT:  # methods such as `resize_` change the layout of a tensor
+            return array.tobytes()
+        if numbers.dtype is not torch.int64 or numbers.ndim != 1 or not _is_plain(numbers):
+            return None
+        if numbers.numel() > _MOST_RECENT:
+            return None
+        array = numbers.numpy()
+        if numbers.stride() == _ADJACENT:
+            self._last = numbers, numbers.data_ptr(), array
+        return array.tobytes()
 
 
 def select(rows: Sequence[int], is_one: bool, vocab_size: int, index: Any) -> Selection | None:

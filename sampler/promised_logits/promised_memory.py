@@ -6,6 +6,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -13,13 +14,23 @@ from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
 
 from .promised_index import RecentSelections
 
+FEWEST_GIVEN = 64
+"""A call that was given fewer tensors is not searched for unused ones before it ends."""
+
 
 @dataclass(frozen=True)
-class RecentArguments:
-    """Arguments of a processor's earlier calls, as far as its next ones take less time if they are the same."""
+class RecentCalls:
+    """Objects that earlier calls of a processor have left for its next ones, which take less time with them.
+
+    Attributes:
+        vectors: copies of vectors.
+        selections: what indices select.
+        tensors: promised tensors that nothing refers to any more, by shape.
+    """
 
     vectors: RecentVectors = field(default_factory=RecentVectors)
     selections: RecentSelections = field(default_factory=RecentSelections)
+    tensors: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
 
 
 class Source:
@@ -28,25 +39,40 @@ class Source:
     Args:
         num_rows, vocab_size: their shape.
         fetch: waits for them; returns float32 [num_rows, vocab_size], which the author's code may edit.
-        recent: those of earlier calls; None: of this call alone.
+        recent: what earlier calls have left; None: nothing.
 
     Attributes:
         was_read: True if they were fetched.
-        tensors: all tensors that the author's code was given.
+        tensors: the tensors that the author's code was given, and may still refer to.
+        most_tensors: number of them from which on those that it no longer refers to are taken back.
     """
+
+    __slots__ = (
+        "_fetch",
+        "_is_over",
+        "_lock",
+        "_memories",
+        "most_tensors",
+        "num_rows",
+        "recent",
+        "tensors",
+        "vocab_size",
+        "was_read",
+    )
 
     def __init__(
         self,
         num_rows: int,
         vocab_size: int,
         fetch: Callable[[], torch.Tensor],
-        recent: RecentArguments | None = None,
+        recent: RecentCalls | None = None,
     ) -> None:
         self.num_rows = num_rows
         self.vocab_size = vocab_size
-        self.recent = recent or RecentArguments()
+        self.recent = recent or RecentCalls()
         self.was_read = False
-        self.tensors: list[weakref.ref[torch.Tensor]] = []
+        self.tensors: list[Any] = []
+        self.most_tensors = FEWEST_GIVEN
         self._fetch = fetch
         self._lock = threading.RLock()
         self._memories: list[weakref.ref[Memory]] = []
@@ -69,14 +95,16 @@ class Source:
             # Copies first: the edits of the logits themselves are applied in place.
             for memory in memories:
                 memory.values = logits if memory.is_original else logits.clone()
+                memory.is_pending = False
             for memory in memories:
                 assert memory.values is not None
                 memory.registers = memory.log.apply_to(memory.values)
 
     def end(self) -> None:
         """End the call: nothing can be fetched any more."""
-        with self._lock:
-            self._is_over = True
+        if not self._is_over:
+            with self._lock:
+                self._is_over = True
 
 
 class Memory:
@@ -87,17 +115,29 @@ class Memory:
         log: the edits; None: none, of the logits themselves and not of a copy.
 
     Attributes:
-        log: the edits so far, until the values exist.
+        is_pending: True until the values exist.
+        log: the edits so far, until then.
         values: float32 [num_rows, vocab_size]; None until somebody reads them.
         registers: the values that the log saved, once they exist.
         base, base_length: for a copy, or a copy of a copy, the memory that it was copied from, and how many edits that
             had.
     """
 
-    __slots__ = ("__weakref__", "base", "base_length", "is_original", "log", "registers", "source", "values")
+    __slots__ = (
+        "__weakref__",
+        "base",
+        "base_length",
+        "is_original",
+        "is_pending",
+        "log",
+        "registers",
+        "source",
+        "values",
+    )
 
     def __init__(self, source: Source, base: Memory | None = None) -> None:
         self.source = source
+        self.is_pending = True
         self.is_original = base is None
         self.log: EditLog = (
             EditLog(source.num_rows, source.vocab_size, source.recent.vectors) if base is None else base.log.copy()
@@ -108,11 +148,6 @@ class Memory:
         self.values: torch.Tensor | None = None
         self.registers: dict[int, torch.Tensor] = {}
         source.add(self)
-
-    @property
-    def is_pending(self) -> bool:
-        """True until the values exist."""
-        return self.values is None
 
     def read(self) -> torch.Tensor:
         """Return the values, float32 [num_rows, vocab_size]."""

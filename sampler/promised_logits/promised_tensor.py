@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
+from sys import getrefcount
 from typing import Any, TypeAlias
+from weakref import getweakrefcount
 
 import torch
 
-from .promised_values import State
+from .promised_memory import FEWEST_GIVEN, Memory, Source
+from .promised_values import LogitsView, State
 
 RecordOperation: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 """Records an operation with these arguments, and returns its result; NotImplemented if it cannot be recorded."""
@@ -25,6 +27,8 @@ class PromisedLogits(torch.Tensor):
     It has a shape but no storage. PyTorch calls `__torch_function__` for all its operations, the methods here for the
     most frequent ones.
     """
+
+    __slots__ = ("promised_state",)
 
     promised_state: State
 
@@ -50,7 +54,7 @@ class PromisedLogits(torch.Tensor):
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Shape, which is known."""
         state = self.promised_state
-        return state.shape if state.made is None else state.made.shape
+        return torch.Size(state.shape) if state.made is None else state.made.shape
 
     @shape.setter
     def shape(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -72,14 +76,14 @@ class PromisedLogits(torch.Tensor):
     ) -> Any:
         """Record the operation if possible, else make it on the real logits."""
         kwargs = kwargs or {}
-        if func in _METADATA and args and has_known_layout(args[0]):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
         record = RECORDED_OPERATIONS.get(func)
         if record is not None:
             outcome = record(args, kwargs)
             if outcome is not NotImplemented:
                 return outcome
+        elif func in _METADATA and args and has_known_layout(args[0]):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
         return call_real(func, args, kwargs)
 
     @classmethod
@@ -93,12 +97,66 @@ class PromisedLogits(torch.Tensor):
 PromisedLogits.__name__ = PromisedLogits.__qualname__ = "Tensor"  # which Python's errors name
 
 
+_MOST_UNUSED = 64
+"""Tensors that are kept of one shape, and shapes."""
+_LISTED = next(map(getrefcount, [object()]))
+"""Result of `getrefcount` for an element of a list to which nothing else refers."""
+
+
+def _nothing() -> State:
+    """Return what an unused tensor stands for."""
+    nothing = LogitsView(Memory(Source(0, 0, lambda: torch.empty(0, 0))), range(0), is_one=False)
+    nothing.made = nothing.memory.read()
+    return nothing
+
+
+_NOTHING = _nothing()
+
+
 def wrap(state: State) -> PromisedLogits:
     """Return a tensor that stands for a state."""
-    tensor: PromisedLogits = _make_wrapper(PromisedLogits, state.shape, dtype=torch.float32)
+    source = state.memory.source
+    if len(source.tensors) >= source.most_tensors:
+        take_back(source)
+    tensor: PromisedLogits
+    try:
+        tensor = source.recent.tensors[state.shape].pop()
+    except LookupError:  # there is none
+        tensor = _make_wrapper(PromisedLogits, state.shape, dtype=torch.float32)
     tensor.promised_state = state
-    state.memory.source.tensors.append(weakref.ref(tensor))
+    source.tensors.append(tensor)
     return tensor
+
+
+def take_back(source: Source) -> bool:
+    """Keep the tensors that the author's code no longer refers to for later use. Return False if it refers to others.
+
+    To make a tensor, and to free it, takes longer than to record an edit.
+    """
+    # Threads of the author may be given others meanwhile.
+    tensors, source.tensors = source.tensors, []
+    for tensor, count in zip(tensors, [*map(getrefcount, tensors)], strict=True):
+        if count > _LISTED:
+            source.tensors.append(tensor)
+        elif not source.was_read:
+            _keep_unused(tensor, source.recent.tensors)
+    source.most_tensors = 2 * len(source.tensors) + FEWEST_GIVEN
+    return not source.tensors
+
+
+def _keep_unused(tensor: Any, unused: dict[tuple[int, ...], list[Any]]) -> None:
+    # An author's attribute, or a weak reference such as that of a weak dictionary, would come back with the tensor.
+    if vars(tensor) or getweakrefcount(tensor):
+        return
+    shape = tensor.promised_state.shape
+    of_shape = unused.get(shape)
+    if of_shape is None:
+        if len(unused) >= _MOST_UNUSED:
+            unused.clear()
+        of_shape = unused[shape] = []
+    if len(of_shape) < _MOST_UNUSED:
+        tensor.promised_state = _NOTHING
+        of_shape.append(tensor)
 
 
 def has_known_layout(tensor: Any) -> bool:

@@ -38,7 +38,7 @@ class LogitsView:
         self.rows = rows
         self.is_one = is_one
         vocab_size = memory.source.vocab_size
-        self.shape = torch.Size((vocab_size,) if is_one else (len(rows), vocab_size))
+        self.shape = (vocab_size,) if is_one else (len(rows), vocab_size)
         self.made: torch.Tensor | None = None
 
     @property
@@ -112,12 +112,12 @@ class LogitsView:
         if isinstance(chosen, Rows):
             shape = (len(chosen.rows), memory.source.vocab_size)
             return self.put_rows(chosen.rows, shape[1:] if chosen.is_one else shape, value)
-        number = scalar_of(value)
         if isinstance(chosen, Mask):
+            number = scalar_of(value)
             if number is not None:
                 return put_mask(memory, chosen.rows, chosen.mask, number)
             chosen = chosen.cells(memory.source.vocab_size)
-        return chosen is not None and put_cells(memory, chosen, value, number)
+        return chosen is not None and put_cells(memory, chosen, value)
 
     def put_rows(self, rows: Sequence[int], shape: tuple[int, ...], value: Any) -> bool:
         """Assign to whole rows; `shape` is that of the destination."""
@@ -139,7 +139,7 @@ class LogitsView:
 
     def _put_promised(self, rows: Sequence[int], shape: tuple[int, ...], value: LogitsView) -> bool:
         """Assign promised rows to the same rows: themselves, or what was computed from them since."""
-        if tuple(value.rows) != tuple(rows) or tuple(value.shape) != shape:
+        if tuple(value.rows) != tuple(rows) or value.shape != shape:
             return False
         memory, other = self.memory, value.memory
         if other is memory:
@@ -171,7 +171,7 @@ class LogitsView:
         if number is not None:
             memory.log.edit_rows(self.rows, operator, number)
         else:
-            dense = DenseOperand.of(operand, self.rows, tuple(self.shape))
+            dense = DenseOperand.of(operand, self.rows, self.shape)
             if dense is None:
                 return False
             dense.calculate(memory.log, operator)
@@ -192,7 +192,7 @@ class LogitsView:
             return True
         if mask.shape == (1, vocab_size) and not self.is_one:
             mask = mask[0]
-        if mask.shape not in ((vocab_size,), tuple(self.shape)):
+        if mask.shape not in ((vocab_size,), self.shape):
             return False
         return put_mask(memory, self.rows, mask, number)
 
@@ -206,7 +206,7 @@ class CellView:
 
     def __init__(self, parent: LogitsView, index: Any, cells: Cells) -> None:
         self.memory = parent.memory
-        self.shape = torch.Size(cells.shape)
+        self.shape = cells.shape
         self._parent = parent
         self._index = index
         self._cells = cells
@@ -233,7 +233,7 @@ class CellView:
         is_all = index is Ellipsis or (type(index) is slice and index == slice(None))
         if not self.memory.is_pending or not is_all:
             return False
-        return put_cells(self.memory, self._cells, value, scalar_of(value))
+        return put_cells(self.memory, self._cells, value)
 
     def is_same(self, cells: Cells) -> bool:
         """Return whether these are its elements."""
@@ -247,7 +247,7 @@ class CellView:
         """Apply an operator to all elements, in place."""
         if not self.memory.is_pending:
             return False
-        step = operand_of(operand, tuple(self.shape))
+        step = operand_of(operand, self.shape)
         if step is None:
             return False
         log = self.memory.log
@@ -279,7 +279,7 @@ class Values:
         self, memory: Memory, register: int, cells: Cells, arithmetic: tuple[tuple[str, Operand], ...] = ()
     ) -> None:
         self.memory = memory
-        self.shape = torch.Size(cells.shape)
+        self.shape = cells.shape
         self._register = register
         self._cells = cells
         self._arithmetic = arithmetic
@@ -334,7 +334,7 @@ class Values:
         """Apply an operator to all elements, in place."""
         if self.made is not None:
             return False
-        step = operand_of(operand, tuple(self.shape))
+        step = operand_of(operand, self.shape)
         if step is None or (isinstance(step, torch.Tensor) and not self._cells.is_unique):
             return False
         value = step.detach().numpy().copy() if isinstance(step, torch.Tensor) else step
@@ -347,7 +347,7 @@ class Values:
 
     def restore(self, memory: Memory, cells: Cells) -> bool:
         """Put the values at positions of their memory."""
-        if memory is not self.memory or self.made is not None or tuple(self.shape) != cells.shape:
+        if memory is not self.memory or self.made is not None or self.shape != cells.shape:
             return False
         positions = cells.positions
         if not self._cells.is_unique:
@@ -373,19 +373,16 @@ def cells_of(state: State, index: Any) -> Cells | None:
     return chosen if isinstance(chosen, Cells) else None
 
 
-def put_cells(memory: Memory, cells: Cells, value: Any, number: float | None) -> bool:
+def put_cells(memory: Memory, cells: Cells, value: Any) -> bool:
     """Assign a number, a tensor or promised values to elements."""
-    if number is not None:
-        memory.log.put(cells.positions, number)
-    elif isinstance(value, Values):
+    if isinstance(value, Values):
         return value.restore(memory, cells)
-    elif isinstance(value, CellView):
+    if isinstance(value, CellView):
         return value.memory is memory and value.is_same(cells)
-    else:
-        spread = operand_of(value, cells.shape)
-        if not isinstance(spread, torch.Tensor) or not cells.is_unique:
-            return False
-        memory.log.put(cells.positions, spread)
+    operand = operand_of(value, cells.shape)
+    if operand is None or (isinstance(operand, torch.Tensor) and not cells.is_unique):
+        return False
+    memory.log.put(cells.positions, operand)
     memory.limit()
     return True
 

@@ -76,6 +76,18 @@ def _calculate(operator: str) -> Callable[[State, tuple[Any, ...]], bool]:
     return lambda state, args: len(args) == 1 and state.calculate(operator, args[0])
 
 
+def _calculate_in_place(operator: str) -> RecordOperation:
+    """Return the recorder of an operator that edits its first argument."""
+
+    def record(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if kwargs or len(args) != 2 or type(args[0]) is not PromisedLogits:
+            return NotImplemented
+        tensor, operand = args
+        return tensor if tensor.promised_state.calculate(operator, operand) else NotImplemented
+
+    return record
+
+
 def _binary(operator: str, reverse: str | None) -> RecordOperation:
     """Return the recorder of an operator whose promised operand may be on either side.
 
@@ -128,7 +140,7 @@ def _index_copy(state: State, args: tuple[Any, ...]) -> bool:
     cells = None if index is None else cells_of(state, index)
     if cells is None or args[2].shape != cells.shape:
         return False
-    return put_cells(state.memory, cells, args[2], None)
+    return put_cells(state.memory, cells, args[2])
 
 
 def _index_add(state: State, args: tuple[Any, ...]) -> bool:
@@ -154,10 +166,12 @@ def _scatter(state: State, args: tuple[Any, ...]) -> bool:
     cells = _scattered(state, args[0], args[1])
     if cells is None:
         return False
-    number = None if isinstance(args[2], torch.Tensor) else scalar_of(args[2])
-    if number is None and (not is_plain(args[2], torch.float32) or args[2].shape != cells.shape):
+    if isinstance(args[2], torch.Tensor):
+        if not is_plain(args[2], torch.float32) or args[2].shape != cells.shape:
+            return False
+    elif scalar_of(args[2]) is None:
         return False
-    return put_cells(state.memory, cells, args[2], number)
+    return put_cells(state.memory, cells, args[2])
 
 
 def _scatter_add(state: State, args: tuple[Any, ...]) -> bool:
@@ -222,7 +236,7 @@ def _where(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if type(promised) is not PromisedLogits or type(value) is PromisedLogits:
         return NotImplemented
     copy = promised.promised_state.copy()
-    number = None if copy is None else constant_of(value, tuple(copy.shape))
+    number = None if copy is None else constant_of(value, copy.shape)
     if copy is None or number is None or not copy.fill_mask(mask if promised is otherwise else ~mask, number):
         return NotImplemented
     return wrap(copy)
@@ -326,10 +340,10 @@ def _shaped_like(function: Callable[..., Any]) -> RecordOperation:
 _T = torch.Tensor
 
 _RECORDED: dict[Callable[..., Any], RecordOperation] = {
-    **dict.fromkeys((_T.__iadd__, _T.add_), _in_place(_calculate("+"))),
-    **dict.fromkeys((_T.__isub__, _T.sub_, _T.subtract_), _in_place(_calculate("-"))),
-    **dict.fromkeys((_T.__imul__, _T.mul_, _T.multiply_), _in_place(_calculate("*"))),
-    **dict.fromkeys((_T.__itruediv__, _T.div_, _T.divide_, _T.true_divide_), _in_place(_calculate("/"))),
+    **dict.fromkeys((_T.__iadd__, _T.add_), _calculate_in_place("+")),
+    **dict.fromkeys((_T.__isub__, _T.sub_, _T.subtract_), _calculate_in_place("-")),
+    **dict.fromkeys((_T.__imul__, _T.mul_, _T.multiply_), _calculate_in_place("*")),
+    **dict.fromkeys((_T.__itruediv__, _T.div_, _T.divide_, _T.true_divide_), _calculate_in_place("/")),
     **dict.fromkeys((_T.__add__, _T.__radd__, _T.add, torch.add), _binary("+", "+")),
     **dict.fromkeys((_T.__sub__, _T.sub, torch.sub, _T.subtract, torch.subtract), _binary("-", "r-")),
     **dict.fromkeys((_T.__rsub__, torch.rsub), _out_of_place(_calculate("r-"))),

@@ -9,7 +9,7 @@ import torch
 from logitship.sampler.author_code.calls import call, guard, take_over
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.promised_logits.promise import Promise
-from logitship.sampler.promised_logits.promised_memory import RecentArguments, Source
+from logitship.sampler.promised_logits.promised_memory import RecentCalls, Source
 
 
 class PromisedCall:
@@ -27,7 +27,7 @@ class PromisedCall:
         dense_reason: why later calls of this processor need their logits from the beginning; "" if they do not.
     """
 
-    def __init__(self, logits: torch.Tensor, receive: Callable[[], None], recent: RecentArguments) -> None:
+    def __init__(self, logits: torch.Tensor, receive: Callable[[], None], recent: RecentCalls) -> None:
         self._logits = logits
         self._receive = receive
         self._recent = recent

@@ -31,7 +31,7 @@ from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.processors.executor import ClassDescription, describe, to_bytes
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.promised_logits.promise_scan import reason_against_promises
-from logitship.sampler.promised_logits.promised_memory import RecentArguments
+from logitship.sampler.promised_logits.promised_memory import RecentCalls
 from logitship.sampler.sampling_params import SamplingParams
 
 from .printed_text import PrintedText
@@ -130,7 +130,7 @@ class Worker:
         self._retry = RowRetry(self._call)
         self._fork_faults: dict[int, ProcessorFault] = {}
         self._group = CallGroup([], None, [], {})
-        self._recent = RecentArguments()
+        self._recent = RecentCalls()
         self._vectors = VectorSender()
         self._dense_reason = ""
         self._has_failed = False

@@ -13,10 +13,10 @@ from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.promised_logits.promise import Promise
-from logitship.sampler.promised_logits.promised_memory import RecentArguments, Source
+from logitship.sampler.promised_logits.promised_memory import RecentCalls, Source
 
 Function = Callable[[torch.Tensor], Any]
-_RECENT: defaultdict[int, RecentArguments] = defaultdict(RecentArguments)
+_RECENT: defaultdict[int, RecentCalls] = defaultdict(RecentCalls)
 """By width of the logits: all calls here may find the arguments of others, as those of one processor do."""
 
 

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 import pickle
 import threading
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,7 @@ from hypothesis import strategies as st
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.promised_logits.promise import Promise
 from logitship.sampler.promised_logits.promised_index import Cells
-from logitship.sampler.promised_logits.promised_memory import RecentArguments, Source
-from logitship.sampler.promised_logits.promised_tensor import PromisedLogits
+from logitship.sampler.promised_logits.promised_memory import RecentCalls, Source
 
 from .promised import assert_same, bits, eager, example_logits, promised
 
@@ -396,7 +396,7 @@ def test_nothing_kept_is_an_edit_log() -> None:
 def test_alias_of_an_earlier_call_raises() -> None:
     kept = Kept()
     given = [kept.promise.take()]
-    kept.promise._source.tensors.clear()  # as if the garbage collector had not seen it
+    kept.promise._source.tensors.clear()  # as if nothing referred to it
     alias = given[0]
     kept.promise.conclude(given.pop())
     with pytest.raises(RuntimeError, match="logits of an earlier step"):
@@ -422,6 +422,31 @@ def test_index_may_change_between_its_uses(ids: Any) -> None:
     expected = eager(program, example_logits())
     for _ in range(2):
         assert_same(promised(program, example_logits()), expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda ids: ids.numpy().fill(2),  # which does not change its version
+        lambda ids: ids.as_strided_((6,), (0,)),
+        lambda ids: ids.resize_(3),
+        lambda ids: ids.resize_(2, 3),
+        lambda ids: ids.unsqueeze_(0),
+        lambda ids: ids.set_(torch.arange(10, 16)),
+        lambda ids: setattr(ids, "data", torch.arange(20, 26)),
+    ],
+    ids=["NumPy", "strides", "length", "shape", "dimensions", "storage", "data"],
+)
+def test_memory_of_index_may_change_between_its_uses(change: Callable[[torch.Tensor], Any]) -> None:
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        ids = torch.arange(6)
+        for _ in range(2):
+            logits[:, ids] = 1.0
+        change(ids)
+        logits[:, ids] = 2.0
+        return logits
+
+    assert_same(promised(program, example_logits()), eager(program, example_logits()))
 
 
 NUMBERS: list[list[Any]] = [
@@ -459,7 +484,7 @@ def test_equal_indices_of_other_kinds_select_something_else(code: str) -> None:
 
 
 def test_kept_selections_are_bounded() -> None:
-    recent = RecentArguments()
+    recent = RecentCalls()
     for number in range(160):
         promise = Promise(Source(ROWS, 1 << 13, lambda: torch.zeros(ROWS, 1 << 13), recent))
 
@@ -506,7 +531,8 @@ def test_log_of_row_by_row_bans_is_short() -> None:
 
 
 def test_no_reference_is_left() -> None:
-    promise = Promise(Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB)))
+    recent = RecentCalls()
+    promise = Promise(Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB), recent))
 
     def program(logits: torch.Tensor) -> torch.Tensor:
         keep = logits[0, IDS].clone()
@@ -514,10 +540,93 @@ def test_no_reference_is_left() -> None:
         logits[0, IDS] = keep
         return logits
 
-    gc.collect()
     promise.conclude(program(promise.take()))
-    assert all(tensor() is None for tensor in promise._source.tensors)
-    assert not [each for each in gc.get_objects() if type(each) is PromisedLogits]
+    assert not promise._source.tensors
+    memory = weakref.ref(promise._memory)
+    del promise
+    assert memory() is None
+    assert sum(map(len, recent.tensors.values())) == 3
+
+
+def call_twice(program: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
+    """Call a program of a processor twice, and return how many unused tensors it left each time."""
+    recent = RecentCalls()
+    numbers = []
+    for _ in range(2):
+        promise = Promise(Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB), recent))
+        log = promise.conclude(program(promise.take()))
+        assert isinstance(log, EditLog)
+        assert not promise.is_kept
+        numbers.append(sum(map(len, recent.tensors.values())))
+    return numbers
+
+
+def test_unused_tensors_stand_for_others() -> None:
+    identities = []
+
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        row = logits[1]
+        row[IDS] += 1.0
+        identities.append([id(logits), id(row)])
+        return logits
+
+    assert call_twice(program) == [3, 3]
+    assert identities[0] == identities[1]
+
+
+def test_unused_tensor_is_empty() -> None:
+    """An author may find it among all objects."""
+    recent = RecentCalls()
+    promise = Promise(Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB), recent))
+    promise.conclude(promise.take())
+    (unused,) = recent.tensors[ROWS, VOCAB]
+    assert unused.shape == (0, 0)
+    assert unused.tolist() == []
+
+
+def test_attribute_does_not_come_back() -> None:
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        assert not hasattr(logits, "tag")
+        logits.tag = 1  # type: ignore[attr-defined]
+        return logits
+
+    assert call_twice(program) == [0, 0]
+
+
+def test_key_of_weak_dictionary_does_not_come_back() -> None:
+    seen: weakref.WeakKeyDictionary[torch.Tensor, int] = weakref.WeakKeyDictionary()
+
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        assert not seen
+        seen[logits] = 1
+        return logits
+
+    assert call_twice(program) == [0, 0]
+
+
+def test_tensors_of_a_long_call_are_taken_back() -> None:
+    source = Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB))
+    logits = Promise(source).take()
+    held = [logits[number % ROWS] for number in range(500)]
+    for number in range(5000):
+        logits[number % ROWS, number % VOCAB]
+    assert len(held) < len(source.tensors) < 3 * len(held)
+    held[7][3] = 5.0
+    assert logits[7 % ROWS, 3] == 5.0
+
+
+def test_unused_tensors_are_bounded() -> None:
+    recent = RecentCalls()
+
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        lengths = [*range(100), *[100] * 100]
+        assert len([logits[0, :length] for length in lengths]) == 200
+        return logits
+
+    promise = Promise(Source(ROWS, 1000, lambda: torch.zeros(ROWS, 1000), recent))
+    promise.conclude(program(promise.take()))
+    assert len(recent.tensors) <= 64
+    assert max(map(len, recent.tensors.values())) == 64
 
 
 def test_example_logits_have_what_matters() -> None:
