@@ -105,6 +105,10 @@ class ShippedStage(Protocol):
         """End the calls of `begin`: there will be no logits."""
         ...
 
+    def may_restrict(self, row: int) -> bool:
+        """Return whether `restrict` may leave few tokens of a row."""
+        ...
+
     def restrict(self, allowed: Mapping[int, AllowedTokens]) -> None:
         """Forbid what the next `apply` will set to -inf in some rows, as far as their histories alone decide it."""
         ...
@@ -225,6 +229,12 @@ class Sampler:
     def can_draft(self) -> bool:
         """False if an installed batch processor may do anything to any row, so that nothing is known before."""
         return all(decides_tokens(processor) for processor in self._processors.all)
+
+    def may_draft(self, row: int) -> bool:
+        """Return whether a row may have a draft. Takes less time than `draft`."""
+        params = self._batch.prepared.params[row]
+        is_restricted = params.allowed_token_ids is not None or params.thinking_token_budget is not None
+        return is_restricted or (self._shipped is not None and self._shipped.may_restrict(row))
 
     def draft(self, rows: Iterable[int]) -> dict[int, Draft]:
         """Return the next tokens that are known, or likely, before their logits exist.

@@ -23,7 +23,7 @@ from logitship.sampler.edits.edit_operations import GroupEdits, may_forbid_most
 from logitship.sampler.edits.row_selection import finite_tokens, is_row_wise, select_rows
 
 from .deferred_calls import DeferredCalls
-from .executor import CollectEdits, Run, RunOutcome
+from .executor import CollectEdits, LoadedProcessor, Run, RunOutcome
 from .processor_groups import GroupRow, GroupStage, ProcessorGroup, ProcessorUse
 
 LONGEST_WAIT = 0.01
@@ -297,6 +297,10 @@ class EarlyCalls:
             if len(self._forcing) >= _MOST_KNOWN:
                 self._forcing.clear()
             self._forcing[name] = _Pause()
+
+    def is_forcing(self, processor: LoadedProcessor) -> bool:
+        """Return whether a processor forces tokens at the moment."""
+        return processor.group_name in self._forcing
 
     def restrict(self, members: Mapping[GroupRow, AllowedTokens]) -> None:
         """Forbid what processors that force tokens at the moment do with the next tokens of some rows.

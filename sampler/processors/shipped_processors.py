@@ -142,6 +142,11 @@ class ShippedProcessors(LogitsProcessor):
         saved = {row: self._calls.saved(members[0].use) for row, members in self._rows.items() if members}
         return {row for row, each in saved.items() if each is not None and each.done >= stage}
 
+    def may_restrict(self, row: int) -> bool:
+        """Return whether `restrict` may leave few tokens of a row."""
+        uses = (member.use for member in self._rows.get(row, ()))
+        return any(use.processor.is_trusted or self._early.is_forcing(use.processor) for use in uses)
+
     def restrict(self, allowed: Mapping[int, AllowedTokens]) -> None:
         """Forbid what the next `apply` will set to -inf in some rows, as far as their histories alone decide it.
 

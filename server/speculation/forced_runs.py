@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from logitship.sampler.sampler import Draft, Sampler
-from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.sequence import Sequence
 
 _LEAST_RUN = 4
@@ -69,7 +68,7 @@ class ForcedRuns:
         """
         by_tenant: defaultdict[str, list[int]] = defaultdict(list)
         for row in rows if self._max_run else ():
-            if _may_be_forced(members[row].sampling_params):
+            if self._sampler.may_draft(row):
                 by_tenant[members[row].tenant].append(row)
         runs: dict[Sequence, ForcedRun] = {}
         for place, of_tenant in enumerate(sorted(by_tenant.values(), key=len)):
@@ -123,8 +122,3 @@ def _restored(members: Row[Sequence], rows: Row[int]) -> Iterator[None]:
     finally:
         for row, length in lengths.items():
             del members[row].output_token_ids[length:]
-
-
-def _may_be_forced(params: SamplingParams) -> bool:
-    """Return whether anything in a request can leave a single token, or a single text."""
-    return bool(params.processors) or params.allowed_token_ids is not None or params.thinking_token_budget is not None

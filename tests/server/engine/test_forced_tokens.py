@@ -271,6 +271,19 @@ def test_what_leaves_other_tokens_is_not_forced(make_engine: BuildEngine, way: s
     assert engine.stats().forced == 0
 
 
+def test_processor_that_forces_nothing_is_not_looked_at(
+    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = []
+    draft = Sampler.draft
+    monkeypatch.setattr(Sampler, "draft", lambda self, rows: looked_at.append(rows) or draft(self, rows))
+    engine = make_engine(processor_isolation="sandbox")
+    alone(engine, forcing("bias"))
+    assert not looked_at
+    alone(engine, forcing("fill"))
+    assert looked_at
+
+
 @pytest.mark.parametrize(("most", "steps"), [(0, 60), (1, 40), (3, 30)])
 def test_runs_are_bounded(make_engine: BuildEngine, most: int, steps: int) -> None:
     engine = make_engine(processor_isolation="sandbox", max_forced_run=most)
