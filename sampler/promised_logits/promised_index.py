@@ -121,29 +121,32 @@ class RecentSelections:
     def __init__(self) -> None:
         self._selections: dict[Hashable, Selection | None] = {}
         self._num_kept = 0
-        self._tensors = _TensorContents()
+        self._tensors = _TensorContents(), _TensorContents()
         self._last: tuple[Hashable, Selection | None] = None, None
 
     def select(self, rows: range, is_one: bool, vocab_size: int, index: Any) -> Selection | None:
         """See `select`."""
-        contents = self._contents(index)
-        if contents is None:
+        first, second = index if type(index) is tuple and len(index) == 2 else (_NO_ROWS, index)
+        contents = self._contents(0, first), self._contents(1, second)
+        if None in contents:
             return select(rows, is_one, vocab_size, index)
         key = rows, is_one, vocab_size, contents
         # Comparing the numbers of two indices takes less time than hashing those of one.
         last_key, last = self._last
         if key == last_key:
             return last
-        if key not in self._selections:
+        try:
+            selection = self._selections[key]
+        except KeyError:
             selection = select(rows, is_one, vocab_size, index)
-            if not self._keep(key, selection, len(contents[1])):
+            if not self._keep(key, selection):
                 return selection
-        self._last = key, self._selections[key]
-        return self._last[1]
+        self._last = key, selection
+        return selection
 
-    def _keep(self, key: Hashable, selection: Selection | None, num_numbers: int) -> bool:
+    def _keep(self, key: Hashable, selection: Selection | None) -> bool:
         """Keep a selection unless it is too large. Return whether it is kept."""
-        size = max(_LEAST_KEPT, selection.positions.size if isinstance(selection, Cells) else num_numbers)
+        size = max(_LEAST_KEPT, selection.positions.size if isinstance(selection, Cells) else 0)
         if size > _MOST_KEPT:
             return False
         self._num_kept += size
@@ -153,22 +156,17 @@ class RecentSelections:
         self._selections[key] = selection
         return True
 
-    def _contents(self, index: Any) -> tuple[Hashable, bytes | tuple[int, ...]] | None:
-        """Return what distinguishes an index with several numbers; None if it is another kind of index."""
-        numbers: Any
-        first, numbers = index if type(index) is tuple and len(index) == 2 else (_NO_ROWS, index)
-        kind = type(numbers)
-        if kind is not torch.Tensor and kind is not list:
-            return None
-        if type(first) is slice and first == _COLON:
-            first = _ALL_ROWS
-        elif first is not _NO_ROWS and type(first) is not int:
-            return None
+    def _contents(self, place: int, part: Any) -> bytes | tuple[int, ...] | int | str | None:
+        """Return what distinguishes a part of an index; None if it is of another kind."""
+        kind = type(part)
         if kind is torch.Tensor:
-            found = self._tensors.of(numbers)
-            return None if found is None else (first, found)
-        is_known = len(numbers) <= _MOST_RECENT and set(map(type, numbers)) == {int}
-        return (first, tuple(numbers)) if is_known else None
+            return self._tensors[place].of(part)
+        if kind is int or part is _NO_ROWS:
+            return part  # type: ignore[no-any-return]
+        if kind is slice and part == _COLON:
+            return _ALL_ROWS
+        is_known = kind is list and len(part) <= _MOST_RECENT and set(map(type, part)) == {int}
+        return tuple(part) if is_known else None
 
 
 class _TensorContents:
