@@ -4,6 +4,9 @@
 
 The servers take turns with the same requests, and those whose turn it is not are stopped meanwhile. Each prompt has
 two examples of its answer, so that the model writes the usual tokens.
+
+Where nothing is forced, both of our servers compute the same forward passes, whose times differ by some percent between
+processes with the same code. So the steps are also compared as if both took the time of the peer's passes.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from logitship.server.model.default_model import default_model_folder
 BENCHMARK = "forced tokens"
 _OURS = ("ours", "one by one", "before")
 _STEPS = "logitship_steps_total"
+_STEP_SECONDS = "logitship_step_duration_seconds_sum"
+_FORWARD_SECONDS = 'logitship_step_phase_duration_seconds_sum{phase="forward"}'
 
 KEYS = ("customer_first_name", "customer_last_name", "preferred_language", "subscription_level", "billing_postal_code")
 SCHEMA = {
@@ -184,11 +189,14 @@ class Side:
     Attributes:
         is_ours: it is a logitship, which counts its forward passes.
         passes: the forward passes of each turn; 0 for peers, which do not count them.
+        forward, others: seconds of its forward passes, and of all else in its steps; 0 for peers.
     """
 
     def __init__(self, name: str, server: Server) -> None:
         self.name = name
         self.passes: list[float] = []
+        self.forward: list[float] = []
+        self.others: list[float] = []
         self._server = server
         self._model = json.loads(server.get("/v1/models"))["data"][0]["id"]
         self.is_ours = name in _OURS
@@ -196,13 +204,25 @@ class Side:
     def turn(self, case: Case, streams: int, requests: int) -> float:
         """Return the seconds of all requests."""
         with self._server.resumed():
-            before = self._steps()
+            before = self._counts()
             arrivals = self._server.stream("/v1/completions", self._bodies(case, requests), streams)
-            self.passes.append(self._steps() - before)
+            passes, step, forward = (now - then for now, then in zip(self._counts(), before, strict=True))
+        self.passes.append(passes)
+        self.forward.append(forward)
+        self.others.append(step - forward)
         return max(each[-1] for each in arrivals) - min(each[0] for each in arrivals)
 
-    def _steps(self) -> float:
-        return self._server.metrics()[_STEPS] if self.is_ours else 0.0
+    def clear(self) -> None:
+        """Drop the counts of the turns so far."""
+        for counts in (self.passes, self.forward, self.others):
+            counts.clear()
+
+    def _counts(self) -> tuple[float, float, float]:
+        """Return the steps so far, their seconds, and those of their forward passes."""
+        if not self.is_ours:
+            return 0.0, 0.0, 0.0
+        metrics = self._server.metrics()
+        return metrics[_STEPS], metrics[_STEP_SECONDS], metrics[_FORWARD_SECONDS]
 
     def answers(self, case: Case) -> list[Answer]:
         """Return the answer to each of a case's prompts, asked for one at a time."""
@@ -259,15 +279,19 @@ def _equality(name: str, case: Case, sides: list[Side]) -> comparison.Comparison
 def _speed(
     label: str, case: Case, streams: int, sides: list[Side], options: argparse.Namespace
 ) -> Iterator[comparison.Comparison]:
-    """Compare the forward passes of both of our servers, and the time of all."""
+    """Compare the forward passes of both of our servers, or all else in their steps, and the time of all."""
     turns = [partial(side.turn, case, streams, streams * options.requests) for side in sides]
     for side, turn in zip(sides, turns, strict=True):
         turn()
-        side.passes.clear()
+        side.clear()
     seconds = comparison.in_turns(turns, options.turns)
     if case.passes is not None:
         target = comparison.at_most(case.passes) if streams == 1 else None
         yield _of_peer(label, sides[0].passes, sides[1].passes, "passes", "one by one", target)
+    else:
+        ours, peer = ([*map(sum, zip(sides[1].forward, side.others, strict=True))] for side in sides[:2])
+        title = f"{label}, the same forward passes"
+        yield _of_peer(title, ours, peer, "s", "one by one", comparison.at_most(case.time(streams)))
     for side, peer_seconds in zip(sides[1:], seconds[1:], strict=True):
         target = comparison.at_most(case.time(streams) if side.is_ours else 1.0)
         yield _of_peer(label, seconds[0], peer_seconds, "s", side.name, target)
