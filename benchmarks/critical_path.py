@@ -11,6 +11,9 @@ Five sides take turns, with the same classes and parameters:
 * copies: two plain copies of the logits.
 
 The model is a device that is busy for ten milliseconds without using a core; `--cores` has it use all cores instead.
+With `--device cuda` the logits are on a GPU, which is busy as long, and measures the time after it:
+
+    python benchmarks/critical_path.py --device cuda --vocab-sizes 151936 --max-rows 256
 """
 
 from __future__ import annotations
@@ -18,11 +21,11 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from comparison import OF_PEER, Comparison, Target, alone, arguments, at_most, compare, in_turns, print_machine, report
@@ -42,7 +45,7 @@ from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 MODEL = ModelView(4, frozenset(), None)
 
 BENCHMARK = "critical path"
-SHAPES = ((1, 1), (8, 1), (8, 8), (32, 1), (32, 8), (32, 32))
+SHAPES = ((1, 1), (8, 1), (8, 8), (32, 1), (32, 8), (32, 32), (256, 1), (256, 32))
 DEVICE_SECONDS = 0.01
 FEW_STEPS = 8
 
@@ -73,6 +76,45 @@ class Case:
         return {"in process": at_most(1.0)} if self.processors == self.rows else {}
 
 
+class Clock(Protocol):
+    """A model, and the time after it."""
+
+    def seconds_after_model(self, step: Step) -> float:
+        """Run the model, then a step, and return how long the step takes after the logits are there."""
+        ...
+
+
+class CPUClock:
+    """Clock of logits on the CPU, which wait for the model."""
+
+    def __init__(self, model: Step) -> None:
+        self._model = model
+
+    def seconds_after_model(self, step: Step) -> float:
+        """See `Clock`."""
+        self._model()
+        began = time.perf_counter()
+        step()
+        return time.perf_counter() - began
+
+
+class GPUClock:
+    """Clock of logits on a GPU: the step is queued there while the model computes, as far as it needs no values."""
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self._cycles = int(1e3 * torch.cuda.get_device_properties(device).clock_rate * seconds)
+
+    def seconds_after_model(self, step: Step) -> float:
+        """See `Clock`."""
+        ready, applied = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(self._cycles)
+        ready.record()
+        step()
+        applied.record()
+        applied.synchronize()
+        return 1e-3 * ready.elapsed_time(applied)
+
+
 class Side:
     """One way to run the processors of a case.
 
@@ -80,8 +122,8 @@ class Side:
         begin_seconds: what each step took before the model.
     """
 
-    def __init__(self, model: Callable[[], None], begin: Step, apply: Step) -> None:
-        self._model = model
+    def __init__(self, clock: Clock, begin: Step, apply: Step) -> None:
+        self._clock = clock
         self._begin = begin
         self._apply = apply
         self.begin_seconds: list[float] = []
@@ -94,23 +136,19 @@ class Side:
         began = time.perf_counter()
         self._begin()
         self.begin_seconds.append(time.perf_counter() - began)
-        self._model()
-        began = time.perf_counter()
-        self._apply()
-        return time.perf_counter() - began
+        return self._clock.seconds_after_model(self._apply)
 
 
 def shipped_side(
-    case: Case, model: Callable[[], None], logits: torch.Tensor, processors: Sequence[LoadedProcessor], *, early: bool
+    case: Case, clock: Clock, logits: torch.Tensor, processors: Sequence[LoadedProcessor], *, early: bool
 ) -> Side:
     """Return the side that runs loaded processors as the sampler does.
 
     Args:
         early: begin calls before the model.
     """
-    shipped = ShippedProcessors(
-        None, logits.device, False, model=ModelView(case.vocab_size, frozenset({0}), None), check_last=False
-    )
+    model = ModelView(case.vocab_size, frozenset({0}), None)
+    shipped = ShippedProcessors(None, logits.device, logits.is_cuda, model=model, check_last=False)
     outputs = [[1] for _ in range(case.rows)]
     added = []
     for row, output in enumerate(outputs):
@@ -131,10 +169,10 @@ def shipped_side(
         if faults := shipped.take_faults():
             raise SystemExit(f"a processor failed: {faults[0][1]}")
 
-    return Side(model, begin, apply)
+    return Side(clock, begin, apply)
 
 
-def sglang_side(case: Case, model: Callable[[], None], logits: torch.Tensor, peer: Any) -> Side:
+def sglang_side(case: Case, clock: Clock, logits: torch.Tensor, peer: Any) -> Side:
     """Return SGLang's side, with instances of the same classes."""
     size = case.rows // case.processors
     instances = [
@@ -145,13 +183,13 @@ def sglang_side(case: Case, model: Callable[[], None], logits: torch.Tensor, pee
     params = [
         {**request_params(case.body, row, case.vocab_size), "__req__": request} for row, request in enumerate(requests)
     ]
-    step = peer.step(instances, params)
+    step = peer.step(instances, params, logits.device)
 
     def begin() -> None:
         for request in requests:
             request.output_ids.append(len(request.output_ids) % 50)
 
-    return Side(model, begin, partial(step, logits))
+    return Side(clock, begin, partial(step, logits))
 
 
 def _instance(body: str, number: int) -> CustomLogitProcessor:
@@ -161,10 +199,16 @@ def _instance(body: str, number: int) -> CustomLogitProcessor:
     return instance
 
 
-def measure(case: Case, sandboxes: SandboxExecutor, peer: Any, turns: int, *, cores: bool) -> Iterator[Comparison]:
+def measure(
+    case: Case, sandboxes: SandboxExecutor, peer: Any, turns: int, device: torch.device, *, cores: bool
+) -> Iterator[Comparison]:
     """Time a case, with the sides in turns."""
-    logits = torch.randn(case.rows, case.vocab_size)
-    model: Callable[[], None] = Model(logits, DEVICE_SECONDS) if cores else partial(time.sleep, DEVICE_SECONDS)
+    logits = torch.randn(case.rows, case.vocab_size, device=device)
+    clock: Clock
+    if device.type == "cuda":
+        clock = GPUClock(device, DEVICE_SECONDS)
+    else:
+        clock = CPUClock(Model(logits, DEVICE_SECONDS) if cores else partial(time.sleep, DEVICE_SECONDS))
     strings = [source(case.body, number) for number in range(case.processors)]
     in_process = InProcessExecutor({}, MODEL)
     promised = [sandboxes.load(string, "promised") for string in strings]
@@ -173,13 +217,13 @@ def measure(case: Case, sandboxes: SandboxExecutor, peer: Any, turns: int, *, co
         processor.instance.reads.never_promise = True
     local = [in_process.load(string) for string in strings]
     sides = {
-        "promised": shipped_side(case, model, logits, promised, early=True),
-        "dense": shipped_side(case, model, logits, dense, early=False),
-        "in process": shipped_side(case, model, logits, local, early=False),
-        "copies": Side(model, lambda: None, copies_step(logits)),
+        "promised": shipped_side(case, clock, logits, promised, early=True),
+        "dense": shipped_side(case, clock, logits, dense, early=False),
+        "in process": shipped_side(case, clock, logits, local, early=False),
+        "copies": Side(clock, lambda: None, copies_step(logits)),
     }
     if peer is not None:
-        sides["SGLang"] = sglang_side(case, model, logits, peer)
+        sides["SGLang"] = sglang_side(case, clock, logits, peer)
     for side in sides.values():
         side.turn()
         side.begin_seconds.clear()
@@ -202,6 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-rows", type=int, default=32, help="leave out the cases with more rows")
     parser.add_argument("--turns", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1, help="PyTorch threads")
+    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"), help="of the logits: cpu or cuda")
     parser.add_argument("--cores", action="store_true", help="a model that uses all cores instead of a device")
     parser.add_argument("--without-sglang", action="store_true", help="nothing is downloaded")
     options = parser.parse_args(argv)
@@ -215,12 +260,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def comparisons() -> Iterator[Comparison]:
         for vocab_size in options.vocab_sizes:
-            with sandbox_executor(min(32, options.max_rows), vocab_size) as sandboxes:
+            shapes = [shape for shape in SHAPES if shape[0] <= options.max_rows]
+            with sandbox_executor(max(rows for rows, _ in shapes), vocab_size) as sandboxes:
                 for body in options.bodies:
-                    for rows, processors in SHAPES:
-                        if rows <= options.max_rows:
-                            case = Case(rows, processors, vocab_size, body)
-                            yield from measure(case, sandboxes, peer, options.turns, cores=options.cores)
+                    for rows, processors in shapes:
+                        case = Case(rows, processors, vocab_size, body)
+                        yield from measure(case, sandboxes, peer, options.turns, options.device, cores=options.cores)
 
     report(comparisons(), options.json)
 

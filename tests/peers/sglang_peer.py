@@ -43,10 +43,12 @@ class _Entry:
 class _BatchInfo:
     """Fake of SGLang's batch, with the attributes that its function reads."""
 
-    def __init__(self, entries: dict[int, _Entry], custom_params: Sequence[dict[str, Any] | None]) -> None:
+    def __init__(
+        self, entries: dict[int, _Entry], custom_params: Sequence[dict[str, Any] | None], device: torch.device
+    ) -> None:
         self.custom_logit_processor = entries
         self.custom_params = custom_params
-        self.device = "cpu"
+        self.device = device
 
     def __len__(self) -> int:
         return len(self.custom_params)
@@ -80,11 +82,16 @@ class Peer:
         self.step(rows_by_processor, custom_params)(logits)
 
     def step(
-        self, rows_by_processor: Sequence[tuple[Any, Sequence[int]]], custom_params: Sequence[dict[str, Any] | None]
+        self,
+        rows_by_processor: Sequence[tuple[Any, Sequence[int]]],
+        custom_params: Sequence[dict[str, Any] | None],
+        device: torch.device = torch.device("cpu"),  # noqa: B008  # does not change
     ) -> Callable[[torch.Tensor], None]:
         """Return a function for several steps of one batch. SGLang keeps the batch's records between steps."""
-        entries = {i: _Entry(p, list(rows), torch.tensor(rows)) for i, (p, rows) in enumerate(rows_by_processor)}
-        batch = _BatchInfo(entries, custom_params)
+        entries = {
+            i: _Entry(p, list(rows), torch.tensor(rows, device=device)) for i, (p, rows) in enumerate(rows_by_processor)
+        }
+        batch = _BatchInfo(entries, custom_params, device)
         return lambda logits: self.function(logits, batch, 1)
 
 
