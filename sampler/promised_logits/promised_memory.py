@@ -105,6 +105,7 @@ class Source:
         if not self._is_over:
             with self._lock:
                 self._is_over = True
+            self.tensors = []  # they refer to this source
 
 
 class Memory:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import pickle
 import threading
@@ -546,6 +547,25 @@ def test_no_reference_is_left() -> None:
     del promise
     assert memory() is None
     assert sum(map(len, recent.tensors.values())) == 3
+
+
+def test_failed_call_leaves_no_cycle() -> None:
+    promise = Promise(Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB)))
+    memory = weakref.ref(promise._memory)
+
+    def program(logits: torch.Tensor) -> None:
+        logits[1][2] = 1.0
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        program(promise.take())
+    gc.disable()
+    try:
+        promise.end()
+        del promise
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def call_twice(program: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
