@@ -50,7 +50,7 @@ FLAGS = (
 )
 SETTLE = 5.0
 """Seconds between the end of the attack and the look at what is left."""
-LONGEST_STOP = 60.0
+MAX_STOP = 60.0
 
 
 @dataclass
@@ -335,7 +335,7 @@ def _stop(pid: int) -> float:
     """End a process as an operator does. Returns the seconds that it takes, infinity if it does not end."""
     began = time.monotonic()
     signal_process(pid, signal.SIGTERM)
-    while time.monotonic() - began < LONGEST_STOP:
+    while time.monotonic() - began < MAX_STOP:
         if not _is_running(pid):
             return time.monotonic() - began
         time.sleep(0.05)

@@ -52,9 +52,9 @@ from logitship.server.model.default_model import default_model_folder
 
 MIX = (soak_plain, soak_processed, soak_faults)
 """The modules that enter kinds of requests."""
-LONGEST_REQUEST = 600.0
+MAX_REQUEST = 600.0
 """Seconds. One that takes longer counts as lost, even on a machine that stands still now and then."""
-LONGEST_DRAIN = 60.0
+MAX_DRAIN = 60.0
 STILL = 2 * IDLE
 """Seconds without a change after which nothing more is expected to. A server that is idle gives back memory."""
 MAX_LEN = 256
@@ -96,7 +96,7 @@ class Soak:
         async with AsyncExitStack() as clients:
             client = await clients.enter_async_context(_client(self.server))
             http = await clients.enter_async_context(
-                httpx.AsyncClient(base_url=self.server.base_url, timeout=LONGEST_REQUEST)
+                httpx.AsyncClient(base_url=self.server.base_url, timeout=MAX_REQUEST)
             )
 
             async def worker() -> None:
@@ -109,7 +109,7 @@ class Soak:
         own = random.Random(f"{self.options.seed} {number}")
         kind = choose_kind(own, self.options.only)
         try:
-            async with asyncio.timeout(LONGEST_REQUEST):
+            async with asyncio.timeout(MAX_REQUEST):
                 await kind(RequestContext(number, own, client, http, self.answers))
         except Exception as error:  # noqa: BLE001  # whatever it is, it is not what the kind must give
             self.failures.append(f"request {number}, {name_of(kind)}: {type(error).__name__}: {error}")
@@ -125,7 +125,7 @@ class Soak:
         async with _client(self.server) as client:
             for processor in _residents(self.options.sandboxes):
                 await client.generate("a", processor=processor, params={"first": 1000}, max_new_tokens=1)
-        until = time.monotonic() + LONGEST_DRAIN
+        until = time.monotonic() + MAX_DRAIN
         before, left = None, ""
         while time.monotonic() < until:
             taken = await asyncio.to_thread(self.server.taken)
@@ -170,7 +170,7 @@ def _segments(total: int, warm_up: int, every: int) -> Iterator[tuple[int, int]]
 
 def _client(server: SoakServer) -> AsyncClient:
     """Return a client that retries for a long time when all sandboxes are in use."""
-    return AsyncClient(server.base_url, dialect="logitship", timeout=LONGEST_REQUEST, max_retries=20)
+    return AsyncClient(server.base_url, dialect="logitship", timeout=MAX_REQUEST, max_retries=20)
 
 
 def _residents(sandboxes: int) -> Iterator[str]:
@@ -189,7 +189,7 @@ async def _fill(server: SoakServer, concurrency: int) -> None:
     grammars = {"text": ["a"] * GRAMMARS, "sampling_params": [{**each, "max_new_tokens": 20} for each in chain(*pairs)]}
     # Tokenizing it takes so long that each of these needs a thread of its own.
     too_long = {"text": "word " * 100_000}
-    async with httpx.AsyncClient(base_url=server.base_url, timeout=LONGEST_REQUEST) as http:
+    async with httpx.AsyncClient(base_url=server.base_url, timeout=MAX_REQUEST) as http:
         for body in (slots, slots, grammars):
             (await http.post("/generate", json=body)).raise_for_status()
         answers = await asyncio.gather(*(http.post("/generate", json=too_long) for _ in range(concurrency)))

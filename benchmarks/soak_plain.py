@@ -6,7 +6,7 @@ import math
 from contextlib import aclosing
 from typing import Any
 
-from soak_requests import GREEDY, MOST_TOKENS, RequestContext, conversation, expect, kind, same
+from soak_requests import GREEDY, MAX_TOKENS, RequestContext, conversation, expect, kind, same
 
 
 @kind(110)
@@ -84,7 +84,7 @@ async def batch(at: RequestContext) -> None:
 @kind(100)
 async def sampled(at: RequestContext) -> None:
     """Sample from random new prompts, with all sampling parameters."""
-    tokens = at.random.randint(1, MOST_TOKENS)
+    tokens = at.random.randint(1, MAX_TOKENS)
     options: dict[str, Any] = {"temperature": at.random.uniform(0.5, 1.5), "ignore_eos": True, "seed": at.number}
     options |= {"top_p": at.random.choice([1.0, 0.95, 0.7]), "top_k": at.random.choice([-1, 50, 5])}
     options |= at.random.choice(

@@ -8,7 +8,7 @@ import re
 from contextlib import aclosing
 
 from soak_processors import FIRST_TOKEN, counting, forced_token, forcing, forcing_class
-from soak_requests import GREEDY, MOST_TOKENS, RequestContext, expect, kind
+from soak_requests import GREEDY, MAX_TOKENS, RequestContext, expect, kind
 
 from logitship import NotFoundError
 from logitship.client.records import Generation
@@ -83,11 +83,11 @@ async def no_repeat_ngram(at: RequestContext) -> None:
     result = await at.client.generate(
         at.new_prompt(),
         **GREEDY,
-        max_new_tokens=MOST_TOKENS,
+        max_new_tokens=MAX_TOKENS,
         processor="no_repeat_ngram",
         params={"ngram_size": 1, "window_size": 90},
     )
-    expect(len(set(result.output_ids)) == MOST_TOKENS, result)
+    expect(len(set(result.output_ids)) == MAX_TOKENS, result)
 
 
 @kind(90)

@@ -29,7 +29,7 @@ PROMPTS = (
     "The moon goes round the",
     "Dear sir or madam, I am writing to",
 )
-MOST_TOKENS = 10
+MAX_TOKENS = 10
 """Output tokens of most requests: what a soak wears out is what begins and ends."""
 NEAR_TIE = 0.01
 """Two tokens whose log-probabilities are closer may swap ranks in another batch, due to rounding."""
@@ -161,13 +161,13 @@ async def learn(client: AsyncClient) -> Answers:
     texts, chats = [], []
     for prompt in PROMPTS:
         text = await client.generate(
-            prompt, **GREEDY, max_new_tokens=MOST_TOKENS, return_logprob=True, top_logprobs_num=2
+            prompt, **GREEDY, max_new_tokens=MAX_TOKENS, return_logprob=True, top_logprobs_num=2
         )
         if tokens := _tokens_before_near_tie(text):
             text = await client.generate(prompt, **GREEDY, max_new_tokens=tokens)
             texts.append(Known(prompt, text.text, tokens, text.output_ids))
         messages = conversation(prompt)
-        chat = await client.chat(messages, **GREEDY, max_tokens=MOST_TOKENS, logprobs=True, top_logprobs=2)
+        chat = await client.chat(messages, **GREEDY, max_tokens=MAX_TOKENS, logprobs=True, top_logprobs=2)
         if tokens := _tokens_before_near_tie(chat):
             chat = await client.chat(messages, **GREEDY, max_tokens=tokens)
             chats.append(Known(prompt, chat.text, tokens))
@@ -179,4 +179,4 @@ def _tokens_before_near_tie(result: Generation) -> int:
         best, second = (-math.inf if top.logprob is None else top.logprob for top in token.top[:2])
         if best - second < NEAR_TIE:
             return count
-    return MOST_TOKENS
+    return MAX_TOKENS

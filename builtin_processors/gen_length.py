@@ -12,7 +12,7 @@ from pydantic import Field
 
 from logitship.builtin_processors.parts.row_constants import to_device
 from logitship.builtin_processors.parts.target_token import TargetToken, TargetTokenParams
-from logitship.builtin_processors.parts.text_tokens import LARGEST_BOOST, Boost
+from logitship.builtin_processors.parts.text_tokens import MAX_BOOST, Boost
 
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts
@@ -38,7 +38,7 @@ class LengthBoost:
     def after(self, num_output_tokens: int) -> float:
         """Return `boost_factor * (tokens / 10) ** p`, clamped to the range of a logit."""
         boost: float = self.boost_factor * num_output_tokens**self.p / 10**self.p
-        return min(max(boost, -LARGEST_BOOST), LARGEST_BOOST)
+        return min(max(boost, -MAX_BOOST), MAX_BOOST)
 
 
 class GenLengthLogitsProcessor(BuiltinProcessor):

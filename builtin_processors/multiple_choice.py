@@ -12,7 +12,7 @@ from pydantic import Field
 
 from logitship.builtin_processors.parts.enforce import enforce
 from logitship.builtin_processors.parts.row_constants import RowConstants, padded, to_device
-from logitship.builtin_processors.parts.text_tokens import LARGEST_BOOST, Boost, TokenOfText
+from logitship.builtin_processors.parts.text_tokens import MAX_BOOST, Boost, TokenOfText
 
 from .base import BuiltinProcessor
 from .params import Expects, ModelFacts, ProcessorParams
@@ -116,7 +116,7 @@ class MultipleChoiceLogitsProcessor(BuiltinProcessor):
             rows, choices, words = batch.boosted
             # A word that a mask forbids must not forbid its choice.
             of_words = logits[rows, words].masked_fill_(logits[rows, words] == -torch.inf, 0.0)
-            logits[rows, choices] += (batch.boosts * of_words).clamp_(-LARGEST_BOOST, LARGEST_BOOST)
+            logits[rows, choices] += (batch.boosts * of_words).clamp_(-MAX_BOOST, MAX_BOOST)
         enforce(logits, batch.tokens)
         return logits
 

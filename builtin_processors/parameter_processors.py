@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from logitship.sampler.allowed_tokens import MOST_EDITED, AllowedTokens
+from logitship.sampler.allowed_tokens import MAX_EDITED, AllowedTokens
 from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.device_tensor import ToDevice, TokenPositions, copies_to, token_positions
@@ -184,7 +184,7 @@ class LogitBiasLogitsProcessor(LogitsProcessor):
         if biases is None:
             return
         allowed.edit_values()
-        if not (np.abs(biases.values) < MOST_EDITED).all():
+        if not (np.abs(biases.values) < MAX_EDITED).all():
             allowed.leave_open()
 
 

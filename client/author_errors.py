@@ -25,7 +25,7 @@ from .errors import PRINTED
 from .scrub import scrub
 from .shipped_lines import line_of
 
-LONGEST_TEXT = 4096
+MAX_TEXT_LENGTH = 4096
 """Maximum number of characters of an exception's message, or of its traceback."""
 
 _MAX_NAME_LENGTH = 200
@@ -86,10 +86,10 @@ def error_message(error: BaseException) -> str:
         return _with_path(error, path)
     length = str.__len__(text)
     # Scrub before truncating: half a path would not be recognized. Scrubbing may change the length a lot.
-    shown = scrub(str.__getitem__(text, slice(4 * LONGEST_TEXT)))
-    if length <= 4 * LONGEST_TEXT and len(shown) <= LONGEST_TEXT:
+    shown = scrub(str.__getitem__(text, slice(4 * MAX_TEXT_LENGTH)))
+    if length <= 4 * MAX_TEXT_LENGTH and len(shown) <= MAX_TEXT_LENGTH:
         return shown
-    return f"{shown[:LONGEST_TEXT]}… ({length} characters)"
+    return f"{shown[:MAX_TEXT_LENGTH]}… ({length} characters)"
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:
@@ -119,7 +119,7 @@ def author_line(traceback: str) -> str:
     Returns:
         Such as `ban.py, line 7, in __call__: x = params["x"]`; "" if no frame has a text.
     """
-    entries = list(_FRAME_WITH_LINE.finditer(traceback[-4 * LONGEST_TEXT :].partition(f"\n{PRINTED}\n")[0]))
+    entries = list(_FRAME_WITH_LINE.finditer(traceback[-4 * MAX_TEXT_LENGTH :].partition(f"\n{PRINTED}\n")[0]))
     if not entries:
         return ""
     filename, place, line = entries[-1].groups()
@@ -137,7 +137,7 @@ def author_traceback(error: BaseException, *, with_causes: bool = True) -> str:
         with_causes: whether to include its causes and contexts.
 
     Returns:
-        The last `LONGEST_TEXT` characters, after `…` if it is longer; "" if there is nothing but the exception's
+        The last `MAX_TEXT_LENGTH` characters, after `…` if it is longer; "" if there is nothing but the exception's
         message.
     """
     try:
@@ -230,7 +230,7 @@ class _Frames:
         return code is self.code and entry.tb_lasti == self.entry.tb_lasti
 
     def lines(self) -> list[str]:
-        filename, number = _short(self.code.co_filename, LONGEST_TEXT), self.entry.tb_lineno
+        filename, number = _short(self.code.co_filename, MAX_TEXT_LENGTH), self.entry.tb_lineno
         # Truncated at the front: the end identifies the file.
         lines = [f'  File "{filename[-_MAX_NAME_LENGTH:]}", line {number}, in {_short(self.code.co_name)}']
         source = _shipped_line(self.code, filename, number)
@@ -319,7 +319,7 @@ def _short(text: str, max_length: int = _MAX_NAME_LENGTH) -> str:
 
 def _end(text: str) -> str:
     """Return the end of a text, scrubbed."""
-    shown = scrub(str.__getitem__(text, slice(-4 * LONGEST_TEXT, None)))
-    if str.__len__(text) <= 4 * LONGEST_TEXT and len(shown) <= LONGEST_TEXT:
+    shown = scrub(str.__getitem__(text, slice(-4 * MAX_TEXT_LENGTH, None)))
+    if str.__len__(text) <= 4 * MAX_TEXT_LENGTH and len(shown) <= MAX_TEXT_LENGTH:
         return shown
-    return f"…{shown[-LONGEST_TEXT:]}"
+    return f"…{shown[-MAX_TEXT_LENGTH:]}"

@@ -10,11 +10,11 @@ from enum import Enum
 from typing import Any
 
 WIDTH = 100
-_LONGEST_PARAMS = 72
+_MAX_PARAMS = 72
 _INDENT = 4
-_MOST_LINES_PRINTED = 20
+_MAX_LINES_PRINTED = 20
 
-MOST_PRINTED = 1 << 14
+MAX_PRINTED = 1 << 14
 """Most characters of what the processor printed in a report."""
 
 
@@ -269,8 +269,8 @@ def _printed(text: str) -> Iterator[str]:
         return
     lines = text.splitlines()
     yield ""
-    yield f"printed for a prompt{', the last lines' if len(lines) > _MOST_LINES_PRINTED else ''}:"
-    yield from (_cut(" " * _INDENT + line, WIDTH) for line in lines[-_MOST_LINES_PRINTED:])
+    yield f"printed for a prompt{', the last lines' if len(lines) > _MAX_LINES_PRINTED else ''}:"
+    yield from (_cut(" " * _INDENT + line, WIDTH) for line in lines[-_MAX_LINES_PRINTED:])
 
 
 def _timing(timing: BatchTiming) -> str:
@@ -298,7 +298,7 @@ def _short(file: str) -> str:
 
 def shown_params(params: Mapping[str, Any] | Sequence[Any]) -> str:
     """Return the parameters as JSON, truncated if they are long."""
-    return _cut(json.dumps(params, ensure_ascii=False, default=repr), _LONGEST_PARAMS)
+    return _cut(json.dumps(params, ensure_ascii=False, default=repr), _MAX_PARAMS)
 
 
 def _cut(text: str, longest: int) -> str:

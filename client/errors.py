@@ -35,13 +35,13 @@ LARGE_PROCESSOR_ADVICE = (
 )
 """Advice for a processor string that is too long."""
 
-_LONGEST_PRINTED = 2000
+_MAX_PRINTED = 2000
 """Most characters of what a processor printed in a fault."""
 
 
 def with_printed(text: str, printed: str) -> str:
     """Return the text of an error with the last of what the processor printed before it."""
-    return "\n".join(filter(None, (text.rstrip("\n"), PRINTED, printed[-_LONGEST_PRINTED:]))) if printed else text
+    return "\n".join(filter(None, (text.rstrip("\n"), PRINTED, printed[-_MAX_PRINTED:]))) if printed else text
 
 
 class LogitshipError(Exception):

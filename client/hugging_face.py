@@ -15,7 +15,7 @@ from .errors import ProcessorSerializationError
 from .processor import CustomLogitProcessor
 from .serialization.syntax import signature_of
 
-LARGEST_STRING = 16 << 20
+MAX_STRING = 16 << 20
 """Maximum number of characters of the processor string of an object: beyond it, it holds a tokenizer or a model."""
 
 _BASES = ("LogitsProcessor", "LogitsProcessorList", "LogitsWarper")
@@ -77,9 +77,9 @@ class HuggingFaceProcessor(CustomLogitProcessor):
     def to_str(cls) -> str:
         """Serialize the processor with its attributes, see `CustomLogitProcessor.to_str`."""
         text = super().to_str()
-        if len(text) > LARGEST_STRING:
+        if len(text) > MAX_STRING:
             raise ProcessorSerializationError(
-                f"{cls.__name__} is serialized to {len(text)} characters, more than {LARGEST_STRING}: it holds "
+                f"{cls.__name__} is serialized to {len(text)} characters, more than {MAX_STRING}: it holds "
                 "something large, such as a model or a tokenizer. Send the class instead, with its arguments in "
                 "params: an argument named tokenizer gets the server's"
             )

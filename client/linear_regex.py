@@ -22,12 +22,12 @@ from typing import Any
 sre: Any = importlib.import_module("re._constants")  # without type stubs
 sre_parser: Any = importlib.import_module("re._parser")
 
-LONGEST_PATTERN = 1000
+MAX_PATTERN_LENGTH = 1000
 """Maximum number of characters."""
-LARGEST_SIZE = 1000
+MAX_SIZE = 1000
 """Maximum number of characters and operators, with repetitions written out."""
 
-_DEEPEST = 50
+_MAX_DEPTH = 50
 _CLASS_SIZE = 10
 _FOLDED_PER_SIZE = 1000
 """Characters of a range whose case is ignored that count as one: the compiler looks at each of them."""
@@ -75,8 +75,8 @@ class LinearRegex:
     """
 
     def __init__(self, pattern: str) -> None:
-        if len(pattern) > LONGEST_PATTERN:
-            raise ValueError(f"a pattern of {len(pattern)} characters, at most {LONGEST_PATTERN} are allowed")
+        if len(pattern) > MAX_PATTERN_LENGTH:
+            raise ValueError(f"a pattern of {len(pattern)} characters, at most {MAX_PATTERN_LENGTH} are allowed")
         translator = _Translator()
         try:
             with warnings.catch_warnings():
@@ -126,8 +126,8 @@ class _Translator:
             times: how often all of it may be repeated.
             depth: number of groups around it.
         """
-        if depth > _DEEPEST:
-            raise ValueError(f"groups are nested deeper than {_DEEPEST}")
+        if depth > _MAX_DEPTH:
+            raise ValueError(f"groups are nested deeper than {_MAX_DEPTH}")
         return "".join(self._item(op, argument, flags, times, depth) for op, argument in items)
 
     def _item(self, op: Any, argument: Any, flags: int, times: int, depth: int) -> str:
@@ -157,8 +157,8 @@ class _Translator:
 
     def _add(self, size: int, times: int) -> None:
         self.size += size * times
-        if max(self.size, times) > LARGEST_SIZE:
-            raise ValueError(f"its repetitions and sets amount to more than {LARGEST_SIZE} characters and operators")
+        if max(self.size, times) > MAX_SIZE:
+            raise ValueError(f"its repetitions and sets amount to more than {MAX_SIZE} characters and operators")
 
 
 def combined_flags(flags: int, added: int, removed: int) -> int:

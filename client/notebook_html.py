@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-MOST_TEXT = 20_000
+MAX_TEXT = 20_000
 """Most characters of a text in a cell."""
-MOST_ROWS = 200
+MAX_ROWS = 200
 """Most rows of a table."""
 
 _CELL = "padding: 0 0.6em; text-align: {}; white-space: pre; font-family: monospace"
@@ -15,7 +15,7 @@ _CELL = "padding: 0 0.6em; text-align: {}; white-space: pre; font-family: monosp
 
 def text(value: str) -> str:
     """Return a text as an element that keeps its line breaks; the beginning, if it is long."""
-    shown = value if len(value) <= MOST_TEXT else f"{value[:MOST_TEXT]}… ({len(value):,} characters)"
+    shown = value if len(value) <= MAX_TEXT else f"{value[:MAX_TEXT]}… ({len(value):,} characters)"
     return f'<div style="white-space: pre-wrap">{escape(shown)}</div>'
 
 
@@ -26,7 +26,7 @@ def small(value: str) -> str:
 
 def preformatted(value: str) -> str:
     """Return the end of a text in a fixed-width font."""
-    shown = value if len(value) <= MOST_TEXT else f"…{value[-MOST_TEXT:]}"
+    shown = value if len(value) <= MAX_TEXT else f"…{value[-MAX_TEXT:]}"
     return f'<pre style="font-size: 85%; max-height: 16em; overflow: auto">{escape(shown)}</pre>'
 
 
@@ -40,12 +40,12 @@ def table(titles: Sequence[str], rows: Sequence[Sequence[str]], marked: Iterable
     """
     bold = set(marked)
     lines = ["<table>", f"<thead><tr>{_cells('th', titles)}</tr></thead>", "<tbody>"]
-    for number, cells in enumerate(rows[:MOST_ROWS]):
+    for number, cells in enumerate(rows[:MAX_ROWS]):
         style = ' style="font-weight: bold"' if number in bold else ""
         lines.append(f"<tr{style}>{_cells('td', cells)}</tr>")
     lines.append("</tbody></table>")
-    if len(rows) > MOST_ROWS:
-        lines.append(small(f"and {len(rows) - MOST_ROWS:,} more"))
+    if len(rows) > MAX_ROWS:
+        lines.append(small(f"and {len(rows) - MAX_ROWS:,} more"))
     return "\n".join(lines)
 
 

@@ -12,21 +12,21 @@ from typing import Any
 
 import orjson
 
-from .linear_regex import LARGEST_SIZE, LinearRegex
+from .linear_regex import MAX_SIZE, LinearRegex
 from .schema_keywords import KEYWORDS, VALUES, WITH_SCHEMA, Problem, check_additional, check_items
 
-LONGEST_SCHEMA = 1 << 15
+MAX_SCHEMA_BYTES = 1 << 15
 """Maximum number of bytes of JSON."""
 MAX_STEPS = 5000
 """Steps of a check that are always allowed, of some microseconds each."""
 STEPS_PER_ELEMENT = 10
 """Further steps for each value in the parameters, whose number the server bounds."""
 
-LARGEST_SEARCH = 1 << 20
+MAX_SEARCH = 1 << 20
 """Maximum product of a text's length and a pattern's size. A search of that takes ten milliseconds or more, in which
 nothing else runs in the process."""
 
-_DEEPEST = 64
+_MAX_DEPTH = 64
 _REGEX_SIZE_PER_STEP = 64
 _CHARACTERS_PER_STEP = 1024
 _ANNOTATIONS = frozenset(
@@ -71,8 +71,8 @@ class ParamsSchema:
             text = orjson.dumps(schema)
         except orjson.JSONEncodeError as error:
             raise InvalidSchema(f"params_schema: not JSON: {error}") from None
-        if len(text) > LONGEST_SCHEMA:
-            raise InvalidSchema(f"params_schema: {len(text)} bytes of JSON, at most {LONGEST_SCHEMA} are allowed")
+        if len(text) > MAX_SCHEMA_BYTES:
+            raise InvalidSchema(f"params_schema: {len(text)} bytes of JSON, at most {MAX_SCHEMA_BYTES} are allowed")
         self._root = orjson.loads(text)
         self._patterns: dict[str, LinearRegex] = {}
         _Survey(self._root, self._patterns).visit(self._root, "params_schema", 0)
@@ -114,8 +114,8 @@ class _Survey:
             return
         if not isinstance(schema, dict):
             raise InvalidSchema(f"{at}: must be an object or a boolean")
-        if depth > _DEEPEST:
-            raise InvalidSchema(f"{at}: nested deeper than {_DEEPEST}")
+        if depth > _MAX_DEPTH:
+            raise InvalidSchema(f"{at}: nested deeper than {_MAX_DEPTH}")
         for keyword, value in schema.items():
             place = f"{at}.{keyword[:80]}"
             if keyword in _ANNOTATIONS:
@@ -157,7 +157,7 @@ class _Survey:
             self._patterns[pattern] = LinearRegex(pattern)
         except ValueError as error:
             raise InvalidSchema(f"{place}: {error}") from None
-        if sum(each.size for each in self._patterns.values()) > LARGEST_SIZE:
+        if sum(each.size for each in self._patterns.values()) > MAX_SIZE:
             raise InvalidSchema(f"{place}: all patterns together are too large")
 
 
@@ -210,7 +210,7 @@ class _SchemaCheck:
         if isinstance(schema, bool):
             return None if schema else Problem(path, "not allowed")
         self._depth += 1
-        if self._depth > 4 * _DEEPEST:
+        if self._depth > 4 * _MAX_DEPTH:
             raise _TooMuch(f"{path[:200]}: params_schema refers to itself without an end")
         for keyword, argument in schema.items():
             self.spend()
@@ -236,7 +236,7 @@ class _SchemaCheck:
         """Return whether a pattern of the schema is found in a text."""
         regex = self._patterns[pattern]
         size = len(text) * regex.size
-        if size > LARGEST_SEARCH:
+        if size > MAX_SEARCH:
             raise _TooMuch(f"params: a text of {len(text)} characters is too long for a pattern of params_schema")
         self.spend(size // _REGEX_SIZE_PER_STEP)
         return regex.is_found_in(text)

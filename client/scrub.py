@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-LONGEST_TEXT = 1 << 16
+MAX_TEXT_LENGTH = 1 << 16
 """Maximum number of characters that `scrub` reads and returns."""
 
 _ADDRESS = re.compile(r"(?<=\bat )0x[0-9a-fA-F]+|0x[0-9a-fA-F]{8,}")
@@ -35,18 +35,18 @@ def scrub(text: str) -> str:
     Not a protection against hostile code: code that knows a folder can always encode it in another way.
 
     Args:
-        text: untrusted text. Characters beyond `LONGEST_TEXT` are dropped; the time is linear in the rest.
+        text: untrusted text. Characters beyond `MAX_TEXT_LENGTH` are dropped; the time is linear in the rest.
 
     Returns:
-        A plain `str` of at most `LONGEST_TEXT` characters that can be encoded as UTF-8.
+        A plain `str` of at most `MAX_TEXT_LENGTH` characters that can be encoded as UTF-8.
     """
     # Unbound: every method of a subclass of str may be the author's code.
-    text = str.__getitem__(text, slice(LONGEST_TEXT))
+    text = str.__getitem__(text, slice(MAX_TEXT_LENGTH))
     text = _ADDRESS.sub("0x…", _UNPRINTABLE.sub(_escaped, text))
     folders = _folders()
     text = folders.sub(lambda match: "" if match["slashes"] else "…", text)
     # Once more: removing a folder may have joined the text around it to another one. `…` cannot form a path.
-    return folders.sub("…", text)[:LONGEST_TEXT]
+    return folders.sub("…", text)[:MAX_TEXT_LENGTH]
 
 
 @functools.cache

@@ -17,7 +17,7 @@ import numpy.typing as npt
 Words = npt.NDArray[np.int32]
 """A mask: bit `i % 32` of word `i // 32` is set if token `i` is allowed."""
 
-MOST_EDITED = 1e30
+MAX_EDITED = 1e30
 """Number that may be added to logits, or that they may be multiplied with, without their exceeding float32's range."""
 
 

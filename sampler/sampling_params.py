@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
-MOST_TRACED = 100
+MAX_TRACED = 100
 """Maximum number of tokens per stage in a trace."""
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
@@ -188,9 +188,9 @@ class SamplingParams:
         _require(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "must be 0 or greater")
         _require(self.prompt_logprobs_start >= 0, "prompt_logprobs_start", "must be 0 or greater")
         _require(
-            self.trace is None or (type(self.trace) is int and 1 <= self.trace <= MOST_TRACED),
+            self.trace is None or (type(self.trace) is int and 1 <= self.trace <= MAX_TRACED),
             "trace",
-            f"must be an integer from 1 to {MOST_TRACED}",
+            f"must be an integer from 1 to {MAX_TRACED}",
         )
 
     def with_checked(self, **values: Any) -> SamplingParams:

@@ -12,10 +12,10 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most four bytes and a token at least one: an incomplete character has at most three tokens.
-_MOST_PENDING_TOKENS = 3
+_MAX_PENDING_TOKENS = 3
 # A run of tokens may never end at the end of a character. Since each push decodes all unread tokens, decoding starts
 # over after this many.
-_MOST_UNREAD_TOKENS = 32
+_MAX_UNREAD_TOKENS = 32
 
 
 class Tokenizer:
@@ -189,11 +189,11 @@ class IncrementalDetokenizer:
             return ""  # has no text, and does not end an incomplete character
         self._ids.append(token_id)
         text = self._decode(self._begin, len(self._ids))
-        if not text.endswith(_REPLACEMENT) or len(self._ids) - self._read > _MOST_UNREAD_TOKENS:
+        if not text.endswith(_REPLACEMENT) or len(self._ids) - self._read > _MAX_UNREAD_TOKENS:
             return self._advance(text)
         # A decoder writes an incomplete character as one U+FFFD, or as one for each of its bytes.
         trailing = len(text) - len(text.rstrip(_REPLACEMENT))
-        final = text[: len(text) - min(trailing, _MOST_PENDING_TOKENS)]
+        final = text[: len(text) - min(trailing, _MAX_PENDING_TOKENS)]
         piece = final[self._emitted :]
         self._emitted = max(self._emitted, len(final))
         return piece
@@ -212,7 +212,7 @@ class IncrementalDetokenizer:
 
     def _exclude_incomplete_character(self) -> None:
         """Make a character that the prompt ends inside of part of the output."""
-        for pending in range(1, min(_MOST_PENDING_TOKENS, len(self._ids)) + 1):
+        for pending in range(1, min(_MAX_PENDING_TOKENS, len(self._ids)) + 1):
             text = self._decode(0, len(self._ids) - pending)
             if not text.endswith(_REPLACEMENT):
                 self._read, self._emitted = len(self._ids) - pending, len(text)

@@ -141,7 +141,7 @@ TokenOfTextOrEnd = Annotated[
     Expects("a text of one token, or null for the end token"),
 ]
 
-LARGEST_BOOST = 1e9
+MAX_BOOST = 1e9
 """Far above the range of any model's logits, and low enough that all of a request's processors together leave finite
 logits: `enforce` can double their range, and a request can have 64 processors."""
-Boost = Annotated[float, Field(ge=-LARGEST_BOOST, le=LARGEST_BOOST), Expects("a number from -1e9 to 1e9")]
+Boost = Annotated[float, Field(ge=-MAX_BOOST, le=MAX_BOOST), Expects("a number from -1e9 to 1e9")]

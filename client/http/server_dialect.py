@@ -33,7 +33,7 @@ _MODELS_PROBE = get("/v1/models")
 """Every server has OpenAI's route, where `owned_by` names the server software."""
 
 _LIMIT_PROBE = get("/server_info")
-_LEAST_LIMIT = 1 << 20
+_MIN_LIMIT = 1 << 20
 """Bytes of a processor string that every server of logitship takes, unless its operator lowered the limit."""
 
 _SGLANG_PROBE = HttpRequest("POST", "/generate", PROBE_BODY, idempotent=True)
@@ -74,7 +74,7 @@ class ServerDialect:
             return _plugin_probe(request)
         if self._asks_sglang and uses_processors:
             return _SGLANG_PROBE
-        is_large = request.largest is not None and request.largest.size > _LEAST_LIMIT
+        is_large = request.largest is not None and request.largest.size > _MIN_LIMIT
         if is_large and self._kind == "auto":
             return _MODELS_PROBE
         if is_large and self._kind == "logitship" and self._limit is None:

@@ -18,7 +18,7 @@ from .pickling.class_pickler import ClassPickler
 from .serialize import own_packages
 
 _SHOWN = 3
-_LEAST_SHARE = 0.05
+_MIN_SHARE = 0.05
 """Smallest share of the string that is reported."""
 
 
@@ -63,7 +63,7 @@ def largest_contents(cls: type) -> list[Content]:
     pickler = _MeasuringPickler(io.BytesIO(), own_packages(cls))
     pickler.dump_class(cls)
     by_size = sorted(pickler.contents, key=lambda each: -each.size)
-    least = _LEAST_SHARE * sum(each.size for each in by_size)
+    least = _MIN_SHARE * sum(each.size for each in by_size)
     return [by_size[0], *(each for each in by_size[1:_SHOWN] if each.size >= least)]
 
 

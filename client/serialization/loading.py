@@ -33,7 +33,7 @@ from .syntax import signature_of
 
 T = TypeVar("T")
 
-_LONGEST_NAME = 200
+_MAX_NAME_LENGTH = 200
 _NOT_INSTALLED = (
     "the processor needs the module {}, which is not installed here. If it is your own, serialize the class with "
     "logitship's to_str(), which includes it"
@@ -260,4 +260,4 @@ def _missing_module(error: BaseException) -> str | None:
     # The attributes of a subclass may run the author's code, and so may the name.
     if type(error) is not ModuleNotFoundError or type(error.name) is not str:
         return None
-    return repr(scrub(error.name[:_LONGEST_NAME]))
+    return repr(scrub(error.name[:_MAX_NAME_LENGTH]))

@@ -40,7 +40,7 @@ import numpy.typing as npt
 from .edit_combination import combine_edits
 from .edit_operations import (
     FEW,
-    MOST_TOUCHED,
+    MAX_TOUCHED,
     OPERATORS,
     Edit,
     EditRows,
@@ -218,7 +218,7 @@ class _Decoder:
         self._vectors = vectors
         self._registers: list[int] = []
         self._edits_left = most_edits(num_rows)
-        self._touches_left = MOST_TOUCHED * num_rows * vocab_size
+        self._touches_left = MAX_TOUCHED * num_rows * vocab_size
 
     def edits(self) -> GroupEdits:
         """Return all edits."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from .edit_operations import Edit, EditRows, Fill, GroupEdits, Operand, Put, PutRows, Restore, Save, edit_layers
 
-_FEWEST = 4
+_MIN_EDITS = 4
 """Logs with fewer edits are left as they are."""
 _ARRAY = "array"
 _FLOAT = struct.Struct("=f")
@@ -25,7 +25,7 @@ def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdi
 
     Registers that are never restored are left out, and the others get new numbers.
     """
-    if len(edits) < _FEWEST:
+    if len(edits) < _MIN_EDITS:
         return edits
     groups = [(range(num_rows), _with_joined_puts(edits))]
     layers = [[edit for _, _, edit in layer] for layer in edit_layers(groups, vocab_size)]

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-MOST_EDITS = 64
-MOST_EDITS_PER_ROW = 4
-"""A log has at most `MOST_EDITS` edits, and this many more for each row. Steps of arithmetic count as edits. A
+MAX_EDITS = 64
+MAX_EDITS_PER_ROW = 4
+"""A log has at most `MAX_EDITS` edits, and this many more for each row. Steps of arithmetic count as edits. A
 processor with more gets its logits."""
 
-MOST_TOUCHED = 8
+MAX_TOUCHED = 8
 """Most elements that the edits of a log touch, as a multiple of those of the logits."""
 
 FEW = 64
@@ -122,7 +122,7 @@ Edit: TypeAlias = Put | Fill | Save | Restore | EditRows | PutRows | PutMask
 
 def most_edits(num_rows: int) -> int:
     """Return the most edits of a log, and steps of their arithmetic."""
-    return MOST_EDITS + MOST_EDITS_PER_ROW * num_rows
+    return MAX_EDITS + MAX_EDITS_PER_ROW * num_rows
 
 
 GroupEdits: TypeAlias = Sequence[Edit]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from .edit_operations import (
-    MOST_TOUCHED,
+    MAX_TOUCHED,
     Edit,
     EditRows,
     Fill,
@@ -31,7 +31,7 @@ from .merged_edits import apply_edits
 
 _DTYPE = np.dtype(np.uint32)
 NUM_RECENT_VECTORS = 4
-_MOST_JOINED = 4096
+_MAX_JOINED = 4096
 """Positions from which on the next ones are an edit of their own, so that they need not be copied time and again."""
 
 AnyPositions: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
@@ -93,7 +93,7 @@ class EditLog:
         self._num_steps = 0
         self._num_touched = 0
         self._most_edits = most_edits(num_rows)
-        self._most_touched = MOST_TOUCHED * num_rows * vocab_size
+        self._most_touched = MAX_TOUCHED * num_rows * vocab_size
         self.vectors = vectors or RecentVectors()
 
     def copy(self) -> EditLog:
@@ -117,7 +117,7 @@ class EditLog:
         """Put one value, or float32 [positions], at positions, int64 [n]."""
         put = Put(_positions(positions), _operand(value))
         last = self.edits[-1] if self.edits else None
-        if type(last) is Put and len(last.positions) < _MOST_JOINED and same_number(last.values, put.values):
+        if type(last) is Put and len(last.positions) < _MAX_JOINED and same_number(last.values, put.values):
             # A processor often forbids tokens one by one.
             self.edits.pop()
             put = Put(np.concatenate((last.positions, put.positions)), put.values)

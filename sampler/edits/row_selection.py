@@ -22,9 +22,9 @@ from .edit_operations import (
 )
 from .merged_edits import apply_edits
 
-_LARGEST_FACTOR = 2.0
+_MAX_FACTOR = 2.0
 """Factor that even a full log of edits may multiply a logit with, without its exceeding float32's range."""
-_LARGEST_TERM = 1e30
+_MAX_TERM = 1e30
 """Number that may be added to a logit without its exceeding float32's range."""
 
 _Chosen = npt.NDArray[np.bool_]
@@ -119,7 +119,7 @@ def _is_bounded(edit: Edit) -> bool:
 def _is_bounded_step(operator: str, operand: Operand) -> bool:
     size = np.abs(operand)
     if operator == "*":
-        return bool((size <= _LARGEST_FACTOR).all())
+        return bool((size <= _MAX_FACTOR).all())
     if operator == "/":
-        return bool((size >= 1 / _LARGEST_FACTOR).all())
-    return bool(((size < _LARGEST_TERM) | np.isneginf(operand)).all())
+        return bool((size >= 1 / _MAX_FACTOR).all())
+    return bool(((size < _MAX_TERM) | np.isneginf(operand)).all())

@@ -9,7 +9,7 @@ import torch
 _BLOCKS = 16
 """Blocks per requested token in `row_candidates`: with so many, most of the tokens are the largest of their block."""
 _FAR_MORE = 8
-_LEAST = np.finfo(np.float32).min
+_MIN_FLOAT = np.finfo(np.float32).min
 
 
 def top_candidates(values: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,8 +81,8 @@ def row_candidates(values: npt.NDArray[np.float32], width: int) -> tuple[npt.NDA
     largest = lines.max(axis=0)
     # At least `width` tokens reach the `width`-th largest of these.
     limit = np.partition(largest, -width)[-width] if width <= num_blocks else -np.inf
-    all_finite = bool(limit < _LEAST)
-    limit = max(limit, _LEAST)
+    all_finite = bool(limit < _MIN_FLOAT)
+    limit = max(limit, _MIN_FLOAT)
     blocks = np.flatnonzero(largest >= limit)
     line, place = np.divmod(np.flatnonzero(lines[:, blocks] >= limit), max(1, len(blocks)))
     token_ids = line * num_blocks + blocks[place]

@@ -25,7 +25,7 @@ from logitship.sampler.trace import Snapshot, after_processor
 from .executor import Run, RunOutcome
 from .processor_groups import ProcessorGroup, ProcessorUse, StageKey
 
-_MOST_KNOWN = 1024
+_MAX_KNOWN = 1024
 """Names of processors that are kept. Most of them are never called again."""
 
 _LONG_CALL = 0.005
@@ -164,7 +164,7 @@ class DeferredCalls:
 
     def _last_call(self, group: ProcessorGroup) -> _LastCall:
         name = group.processor.group_name
-        if name not in self._last and len(self._last) >= _MOST_KNOWN:
+        if name not in self._last and len(self._last) >= _MAX_KNOWN:
             self._last.clear()
         return self._last.setdefault(name, _LastCall(group.processor.tenant))
 

@@ -26,11 +26,11 @@ from .deferred_calls import DeferredCalls
 from .executor import CollectEdits, LoadedProcessor, Run, RunOutcome
 from .processor_groups import GroupRow, GroupStage, ProcessorGroup, ProcessorUse
 
-LONGEST_WAIT = 0.01
+MAX_WAIT = 0.01
 """Most seconds of a step to wait for calls before the forward pass, while several sequences run."""
-LONGEST_PAUSE = 64
+MAX_PAUSE = 64
 """Most calls of a processor that are not waited for, after one that forced no token."""
-_MOST_KNOWN = 1024
+_MAX_KNOWN = 1024
 """Processors that are known to force tokens. Most of them are never called again."""
 
 CallKey: TypeAlias = tuple[ProcessorUse, int]
@@ -40,7 +40,7 @@ CallKey: TypeAlias = tuple[ProcessorUse, int]
 class _Pause:
     """Decides which calls of a processor that may force tokens are waited for before the forward pass.
 
-    After each that forces none, more calls are left out, up to `LONGEST_PAUSE`.
+    After each that forces none, more calls are left out, up to `MAX_PAUSE`.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class _Pause:
 
     def observe(self, *, has_forced: bool) -> None:
         """Record a call that was waited for."""
-        self._pause = 0 if has_forced else min(2 * self._pause + 1, LONGEST_PAUSE)
+        self._pause = 0 if has_forced else min(2 * self._pause + 1, MAX_PAUSE)
         self._left = self._pause
 
 
@@ -294,7 +294,7 @@ class EarlyCalls:
         if not may_forbid_most(edits, self._vocab_size):
             self._forcing.pop(name, None)
         elif name not in self._forcing:
-            if len(self._forcing) >= _MOST_KNOWN:
+            if len(self._forcing) >= _MAX_KNOWN:
                 self._forcing.clear()
             self._forcing[name] = _Pause()
 
@@ -368,7 +368,7 @@ class EarlyCalls:
         if not self._deferred.patience.is_limited:
             return math.inf
         now = time.perf_counter()
-        self._wait_until = self._wait_until or now + LONGEST_WAIT
+        self._wait_until = self._wait_until or now + MAX_WAIT
         return max(0.0, self._wait_until - now)
 
 

@@ -18,7 +18,7 @@ import orjson
 
 from logitship.client.author_errors import class_name
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.params_schema import LONGEST_SCHEMA, InvalidSchema, ParamsSchema
+from logitship.client.params_schema import MAX_SCHEMA_BYTES, InvalidSchema, ParamsSchema
 from logitship.client.scrub import scrub
 
 if TYPE_CHECKING:
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from .request_view import ModelView
 
-_LONGEST_NAME = 200
-_LONGEST_DESCRIPTION = 1000
+_MAX_NAME_LENGTH = 200
+_MAX_DESCRIPTION = 1000
 
 PREPARED_KEY = "__prepared__"
 """Key in a row's parameters of what an installed processor prepared from them at admission."""
@@ -431,10 +431,10 @@ def from_bytes(body: bytes) -> ClassDescription:
 
 def _sanitized(name: str, description: str, schema: dict[str, Any] | None, dense_reason: str = "") -> ClassDescription:
     return ClassDescription(
-        "".join(scrub(name).split())[:_LONGEST_NAME] or "?",
-        " ".join(scrub(description).split())[:_LONGEST_DESCRIPTION],
+        "".join(scrub(name).split())[:_MAX_NAME_LENGTH] or "?",
+        " ".join(scrub(description).split())[:_MAX_DESCRIPTION],
         schema,
-        " ".join(scrub(dense_reason).split())[:_LONGEST_DESCRIPTION],
+        " ".join(scrub(dense_reason).split())[:_MAX_DESCRIPTION],
     )
 
 
@@ -446,7 +446,7 @@ def _json_object(value: Any) -> dict[str, Any] | None:
         text = orjson.dumps(value)
     except orjson.JSONEncodeError:
         text = b"null"
-    copy = orjson.loads(text) if len(text) <= LONGEST_SCHEMA else None
+    copy = orjson.loads(text) if len(text) <= MAX_SCHEMA_BYTES else None
     if not isinstance(copy, dict):
-        raise ProcessorLoadError(f"params_schema is not a JSON object of at most {LONGEST_SCHEMA} bytes")
+        raise ProcessorLoadError(f"params_schema is not a JSON object of at most {MAX_SCHEMA_BYTES} bytes")
     return copy

@@ -147,7 +147,7 @@ def in_run_order(uses: Iterable[ProcessorUse]) -> list[ProcessorUse]:
     return sorted(uses, key=lambda use: not use.processor.is_mask)
 
 
-LONGEST_PRINTED = 1 << 13
+MAX_PRINTED = 1 << 13
 """Most characters of what a processor printed that are kept for a request: the last ones."""
 
 ObserveCall: TypeAlias = "Callable[[int, float, LogitsUse], None]"
@@ -233,7 +233,7 @@ class ProcessorGroup:
         self.observe_call(num_rows, total, outcome.logits_use)
         if outcome.printed:
             for member in self.members:
-                member.use.printed = (member.use.printed + outcome.printed)[-LONGEST_PRINTED:]
+                member.use.printed = (member.use.printed + outcome.printed)[-MAX_PRINTED:]
         steps, seconds = int(not self.again), total / num_rows
         if self._count is not None and not faults:
             self._count.steps += steps

@@ -23,11 +23,11 @@ _INT_TYPES = (torch.int64, torch.int32)
 _COLON = slice(None)
 _ALL_ROWS, _NO_ROWS = "all", "none"
 """Stand for what comes before the numbers of an index: `:`, which has no hash in Python 3.11, and nothing."""
-_MOST_RECENT = 1 << 12
+_MAX_RECENT = 1 << 12
 """Most numbers of an index that may be in `RecentSelections`."""
-_MOST_KEPT = 1 << 18
+_MAX_KEPT = 1 << 18
 """Most elements of all selections there."""
-_LEAST_KEPT = 64
+_MIN_KEPT = 64
 """Elements that even a smaller selection counts as."""
 _ADJACENT = (1,)
 """Stride of a one-dimensional tensor with nothing between its elements."""
@@ -146,11 +146,11 @@ class RecentSelections:
 
     def _keep(self, key: Hashable, selection: Selection | None) -> bool:
         """Keep a selection unless it is too large. Return whether it is kept."""
-        size = max(_LEAST_KEPT, selection.positions.size if isinstance(selection, Cells) else 0)
-        if size > _MOST_KEPT:
+        size = max(_MIN_KEPT, selection.positions.size if isinstance(selection, Cells) else 0)
+        if size > _MAX_KEPT:
             return False
         self._num_kept += size
-        if self._num_kept > _MOST_KEPT:
+        if self._num_kept > _MAX_KEPT:
             self._selections.clear()
             self._num_kept = size
         self._selections[key] = selection
@@ -165,7 +165,7 @@ class RecentSelections:
             return part  # type: ignore[no-any-return]
         if kind is slice and part == _COLON:
             return _ALL_ROWS
-        is_known = kind is list and len(part) <= _MOST_RECENT and set(map(type, part)) == {int}
+        is_known = kind is list and len(part) <= _MAX_RECENT and set(map(type, part)) == {int}
         return tuple(part) if is_known else None
 
 
@@ -186,7 +186,7 @@ class _TensorContents:
             return array.tobytes()
         if numbers.dtype is not torch.int64 or numbers.ndim != 1 or not _is_plain(numbers):
             return None
-        if numbers.numel() > _MOST_RECENT:
+        if numbers.numel() > _MAX_RECENT:
             return None
         array = numbers.numpy()
         if numbers.stride() == _ADJACENT:

@@ -14,7 +14,7 @@ from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
 
 from .promised_index import RecentSelections
 
-FEWEST_GIVEN = 64
+MIN_GIVEN = 64
 """A call that was given fewer tensors is not searched for unused ones before it ends."""
 
 
@@ -72,7 +72,7 @@ class Source:
         self.recent = recent or RecentCalls()
         self.was_read = False
         self.tensors: list[Any] = []
-        self.most_tensors = FEWEST_GIVEN
+        self.most_tensors = MIN_GIVEN
         self._fetch = fetch
         self._lock = threading.RLock()
         self._memories: list[weakref.ref[Memory]] = []

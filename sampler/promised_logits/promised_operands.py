@@ -16,7 +16,7 @@ import torch
 from logitship.sampler.edits.edit_operations import Operand
 from logitship.sampler.edits.logit_edits import EditLog
 
-_LARGEST = float(np.finfo(np.float32).max)
+_MAX_FLOAT = float(np.finfo(np.float32).max)
 _EXACT_INT = 1 << 53
 _FEW = 8
 """A dense operand is recorded as a number and exceptions from it if at most one in this many elements is one."""
@@ -53,7 +53,7 @@ def scalar_of(value: Any) -> float | None:
 
 
 def _is_certain(number: float) -> bool:
-    if abs(number) > _LARGEST and number not in (float("inf"), float("-inf")):
+    if abs(number) > _MAX_FLOAT and number not in (float("inf"), float("-inf")):
         return False
     return number == number  # a NaN with a payload would lose it
 

@@ -9,7 +9,7 @@ from weakref import getweakrefcount
 
 import torch
 
-from .promised_memory import FEWEST_GIVEN, Memory, Source
+from .promised_memory import MIN_GIVEN, Memory, Source
 from .promised_values import LogitsView, State
 
 RecordOperation: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
@@ -97,7 +97,7 @@ class PromisedLogits(torch.Tensor):
 PromisedLogits.__name__ = PromisedLogits.__qualname__ = "Tensor"  # which Python's errors name
 
 
-_MOST_UNUSED = 64
+_MAX_UNUSED = 64
 """Tensors that are kept of one shape, and shapes."""
 _LISTED = next(map(getrefcount, [object()]))
 """Result of `getrefcount` for an element of a list to which nothing else refers."""
@@ -140,7 +140,7 @@ def take_back(source: Source) -> bool:
             source.tensors.append(tensor)
         elif not source.was_read:
             _keep_unused(tensor, source.recent.tensors)
-    source.most_tensors = 2 * len(source.tensors) + FEWEST_GIVEN
+    source.most_tensors = 2 * len(source.tensors) + MIN_GIVEN
     return not source.tensors
 
 
@@ -151,10 +151,10 @@ def _keep_unused(tensor: Any, unused: dict[tuple[int, ...], list[Any]]) -> None:
     shape = tensor.promised_state.shape
     of_shape = unused.get(shape)
     if of_shape is None:
-        if len(unused) >= _MOST_UNUSED:
+        if len(unused) >= _MAX_UNUSED:
             unused.clear()
         of_shape = unused[shape] = []
-    if len(of_shape) < _MOST_UNUSED:
+    if len(of_shape) < _MAX_UNUSED:
         tensor.promised_state = _NOTHING
         of_shape.append(tensor)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 
-from .protocol import HEADER, LONGEST_ANSWER, LONGEST_PRINTED, Answer
+from .protocol import HEADER, MAX_ANSWER, MAX_PRINTED, Answer
 
 _CHUNK = 4096
 """Bytes of an answer to read at first."""
@@ -65,7 +65,7 @@ class CallExchange:
         size = _CHUNK
         while True:
             # Up to one byte more than the longest answer, to detect a longer one.
-            rest = HEADER.size + LONGEST_ANSWER + LONGEST_PRINTED + 1 - len(self.received)
+            rest = HEADER.size + MAX_ANSWER + MAX_PRINTED + 1 - len(self.received)
             try:
                 chunk = self._connection.recv(min(rest, size))
             except BlockingIOError:
@@ -93,7 +93,7 @@ class CallExchange:
         kind, number, size = HEADER.unpack_from(self.received)
         end = HEADER.size + size
         answer = _ANSWERS.get(kind)
-        if number != self._number or size > LONGEST_ANSWER or len(self.received) > end or answer is None:
+        if number != self._number or size > MAX_ANSWER or len(self.received) > end or answer is None:
             raise InvalidAnswer
         if len(self.received) < end or not self.is_sent:
             return None
@@ -110,12 +110,12 @@ class CallExchange:
             end = HEADER.size + size
             if kind != Answer.PRINTED or number != self._number:
                 return True
-            if self._num_printed + end > LONGEST_PRINTED:
+            if self._num_printed + end > MAX_PRINTED:
                 raise InvalidAnswer
             if len(self.received) < end:
                 return False
             text = self.received[HEADER.size : end].decode(errors="replace")
-            self.printed = (self.printed + text)[-LONGEST_PRINTED:]
+            self.printed = (self.printed + text)[-MAX_PRINTED:]
             self._num_printed += end
             del self.received[:end]
         return False

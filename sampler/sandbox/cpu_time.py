@@ -26,7 +26,7 @@ BACKSTOP = 5.0
 DEFERRED_BACKSTOP = 60.0
 """The same for a call that no step waits for: it only gets what others leave of the cores."""
 
-_SHORTEST_WAIT = 0.01
+_MIN_WAIT = 0.01
 """Seconds until the next look at a process that is nearly due."""
 
 _BLOCKED_WAIT = 0.05
@@ -112,7 +112,7 @@ class CallDeadline:
         if cpu >= self._seconds:
             return f"{self._seconds:.4g} s of CPU time"
         if self._waiting_since is None:
-            self.next_look = now + max(self._seconds - cpu, _SHORTEST_WAIT)
+            self.next_look = now + max(self._seconds - cpu, _MIN_WAIT)
             return None
         if now - self._waiting_since >= self._backstop:
             return f"{self._backstop:.4g} s, in which it got {cpu:.3f} s of CPU time"
@@ -123,7 +123,7 @@ class CallDeadline:
             return f"{self._seconds:.4g} s"
         else:
             self._cpu_blocked = cpu
-        wait = max(self._seconds - cpu, _SHORTEST_WAIT) if self._cpu_blocked is None else _BLOCKED_WAIT
+        wait = max(self._seconds - cpu, _MIN_WAIT) if self._cpu_blocked is None else _BLOCKED_WAIT
         self.next_look = min(now + wait, self._waiting_since + self._backstop)
         return None
 

@@ -8,7 +8,7 @@ import select
 import threading
 from typing import Protocol
 
-LONGEST_PAUSE = 64
+MAX_PAUSE = 64
 """Most calls that are made with their logits before the next one is promised them."""
 
 
@@ -16,7 +16,7 @@ class ReadHistory:
     """Record of the calls of a processor that used the values of logits that they were promised.
 
     Such a call costs one exchange of messages more than one that has its logits from the beginning. So after each, a
-    number of calls is made with logits, twice as many as the last time, up to `LONGEST_PAUSE`.
+    number of calls is made with logits, twice as many as the last time, up to `MAX_PAUSE`.
 
     Attributes:
         never_promise: True if the class cannot be called before its logits exist.
@@ -43,7 +43,7 @@ class ReadHistory:
         self.num_read += was_read
         if was_read:
             self._left = self._pause
-            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self._pause = min(2 * self._pause, MAX_PAUSE)
         else:
             self._left, self._pause = 0, 1
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 from logitship.sampler.processors.request_view import RequestView
 
-LARGEST_SNAPSHOT = 4096
+MAX_SNAPSHOT = 4096
 """Limit in bytes for the values of a member."""
 
 _CLASSES = frozenset({complex, Counter, OrderedDict, defaultdict, deque})
@@ -41,7 +41,7 @@ class GroupSnapshot:
     """The current state of a group's members. Its length is the number of members that can be restored.
 
     It holds the values in `params` and `view.state`, if they are plain (numbers, text, bytes, None, lists, tuples,
-    dicts, sets, and the containers of `collections`) and take at most `LARGEST_SNAPSHOT` bytes per member, and the
+    dicts, sets, and the containers of `collections`) and take at most `MAX_SNAPSHOT` bytes per member, and the
     lengths of the view's token lists.
 
     Args:
@@ -52,7 +52,7 @@ class GroupSnapshot:
         saved = [entry for row, member in enumerate(members) if (entry := _save(row, member)) is not None]
         # One pickle for all: much faster than one per member.
         values = _pickle_values(saved)
-        if values is None or len(values) > LARGEST_SNAPSHOT * len(saved):
+        if values is None or len(values) > MAX_SNAPSHOT * len(saved):
             saved = [entry for entry in saved if _is_restorable(entry)]
             values = _pickle_values(saved)
         self._saved = saved if values is not None else []
@@ -107,7 +107,7 @@ def _save(row: int, member: GroupMember) -> _SavedMember | None:
 
 def _is_restorable(entry: _SavedMember) -> bool:
     values = _pickle_values([entry])
-    entry.member.restorable = values is not None and len(values) <= LARGEST_SNAPSHOT
+    entry.member.restorable = values is not None and len(values) <= MAX_SNAPSHOT
     return entry.member.restorable
 
 

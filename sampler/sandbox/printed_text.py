@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from .protocol import HEADER
 
-_LONGEST_LINE = 1 << 10
+_MAX_LINE_LENGTH = 1 << 10
 """Characters after which an unfinished line is sent."""
 _CUT = "… (the rest of this call's output is dropped)\n"
 
@@ -35,7 +35,7 @@ class PrintedText(io.TextIOBase):
     def write(self, text: str) -> int:
         """Write text. A line is sent when it ends."""
         self._line += str.__str__(text)[: max(0, self._room)]
-        if "\n" in self._line or len(self._line) >= _LONGEST_LINE:
+        if "\n" in self._line or len(self._line) >= _MAX_LINE_LENGTH:
             self.flush()
         return len(text)
 

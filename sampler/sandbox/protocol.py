@@ -20,7 +20,7 @@ ROWS     the rows are in the shared memory now              DONE, FAULTS or AGAI
 What the author's code prints is sent as it is written, in messages PRINTED before the answer to the call.
 
 A processor that is called before its logits exist answers a PROMISE with the edits that it recorded, in the form of
-`edit_codec`. If they are longer than `LONGEST_ANSWER`, they are in the shared memory. A processor that uses the logits'
+`edit_codec`. If they are longer than `MAX_ANSWER`, they are in the shared memory. A processor that uses the logits'
 values waits between READ and ROWS. Commands without an answer that arrive in between are executed after the call.
 
 Assumptions:
@@ -59,10 +59,10 @@ from logitship.client.serialization.processor_string import LineRange, Listing, 
 HEADER = struct.Struct("<IIQ")
 """Command or answer, number of the call (0 if it has no answer), length of the body."""
 
-LONGEST_ANSWER = 1 << 16
+MAX_ANSWER = 1 << 16
 """Largest body of an answer, in bytes. The server reads no further, and kills a sandbox that sends more."""
 
-LONGEST_PRINTED = 1 << 13
+MAX_PRINTED = 1 << 13
 """Most bytes of the messages PRINTED of a call, with their headers. The rest of what it prints is dropped."""
 
 EDITS_HEADER = struct.Struct("<dI")

@@ -36,7 +36,7 @@ from .protocol import (
     DUMP_SIGNAL,
     EDITS_HEADER,
     FLOAT_BYTES,
-    LONGEST_PRINTED,
+    MAX_PRINTED,
     Answer,
     Command,
     pack,
@@ -379,7 +379,7 @@ class Sandbox:
         return balance - self._lowest_balance
 
     def _end_call(self, call: _Call) -> None:
-        self._printed = (self._printed + call.exchange.printed)[-LONGEST_PRINTED:]
+        self._printed = (self._printed + call.exchange.printed)[-MAX_PRINTED:]
         self._seconds_in_calls += time.perf_counter() - call.deadline.began
         self.last_deadline = call.deadline
         self._call = None

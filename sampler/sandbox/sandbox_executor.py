@@ -33,13 +33,13 @@ from .cpu_time import BACKSTOP, FirstCallCredit
 from .early_answers import AnswerReceiver
 from .protocol import Answer, Command, load_message
 from .sandbox import Sandbox, SandboxDied
-from .sandbox_run import LONGEST_TEXT, SandboxedProcessor, SandboxRow, SandboxRun
+from .sandbox_run import MAX_TEXT_LENGTH, SandboxedProcessor, SandboxRow, SandboxRun
 from .spare_sandboxes import SpareSandboxes
 from .zygote_process import ZygoteError, ZygoteProcess
 
 logger = logging.getLogger(__name__)
 
-LEAST_SHARE = 1 / 32
+MIN_SHARE = 1 / 32
 """Share of the step timeout that a call may take after earlier stages have used it up.
 
 Those may have waited for a core. A request has at most 64 stages: a step takes at most three times the timeout."""
@@ -215,7 +215,7 @@ class SandboxExecutor:
             backstop = max(timeout, BACKSTOP * step_timeout)
             use = partial(self._first_calls.use, sandboxed.tenant)
             return SandboxRun(sandboxed, timeout, backstop, self._pending, use)
-        timeout = max(step_timeout - spent, step_timeout * LEAST_SHARE)
+        timeout = max(step_timeout - spent, step_timeout * MIN_SHARE)
         return SandboxRun(sandboxed, timeout, BACKSTOP * timeout, self._pending)
 
     def stats(self) -> SandboxStats:
@@ -365,7 +365,7 @@ def _load_class(sandbox: Sandbox, sandboxed: SandboxedProcessor, timeout: float)
             raise ExecutorUnavailable("the process that sandboxes are forked from ended: try again later") from None
         message = f"the processor {died.reason} (while it was loaded)\n{sandboxed.traceback_of(died)}".rstrip()
         raise ProcessorLoadError(with_printed(message, sandbox.take_printed())) from None
-    message = scrub(body.decode(errors="replace"))[:LONGEST_TEXT]
+    message = scrub(body.decode(errors="replace"))[:MAX_TEXT_LENGTH]
     raise ProcessorLoadError(with_printed(message, sandbox.take_printed()))
 
 

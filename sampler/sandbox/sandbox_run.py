@@ -34,7 +34,7 @@ from .protocol import SECONDS, Answer, Command
 from .sandbox import Sandbox, SandboxDied, wait_for_any
 from .stack_dump import traceback_of
 
-LONGEST_TEXT = 8192
+MAX_TEXT_LENGTH = 8192
 """Characters kept of a message or traceback from a sandbox."""
 
 
@@ -121,7 +121,9 @@ def read_faults(body: bytes, processor: SandboxedProcessor, num_rows: int) -> di
             case [[*rows], "exception" | "bad_result" | "uncopyable" as kind, str(message), str(traceback)] if all(
                 type(row) is int and 0 <= row < num_rows for row in rows
             ):
-                fault = processor.make_fault(kind, scrub(message)[:LONGEST_TEXT], scrub(traceback)[-LONGEST_TEXT:])
+                fault = processor.make_fault(
+                    kind, scrub(message)[:MAX_TEXT_LENGTH], scrub(traceback)[-MAX_TEXT_LENGTH:]
+                )
                 faults |= dict.fromkeys(rows, fault)
             case _:
                 raise ValueError("not a fault")

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from logitship.client.author_errors import LONGEST_TEXT, is_machinery
+from logitship.client.author_errors import MAX_TEXT_LENGTH, is_machinery
 from logitship.client.scrub import scrub
 
-_LONGEST_DUMP = 1 << 14
-_MOST_FRAMES = 20
-_LONGEST_LINE = 200
+_MAX_DUMP = 1 << 14
+_MAX_FRAMES = 20
+_MAX_LINE_LENGTH = 200
 _FRAME = re.compile(r'  File "([^"\n]{1,500})", line (\d{1,7}) in ([^\n]{1,200})')
 _ADVICE = (
     "TimeoutError: it was here when its time was over. Is there a loop that does not end, or work for each token of "
@@ -30,18 +30,18 @@ def traceback_of(dump: bytes, line_of: Callable[[str, int], str]) -> str:
         line_of: returns a line of the processor's source by its file and number; "" if it is not known.
 
     Returns:
-        At most `LONGEST_TEXT` characters; "" if the dump has no frame of the author's code.
+        At most `MAX_TEXT_LENGTH` characters; "" if the dump has no frame of the author's code.
     """
-    text = dump[:_LONGEST_DUMP].decode("ascii", errors="replace")
+    text = dump[:_MAX_DUMP].decode("ascii", errors="replace")
     frames = [match.groups() for match in map(_FRAME.fullmatch, text.splitlines()) if match is not None]
     frames.reverse()
     of_start = next((index for index, (filename, _, _) in enumerate(frames) if is_machinery(filename)), 0)
-    shown = [frame for frame in frames[of_start:] if not is_machinery(frame[0])][-_MOST_FRAMES:]
+    shown = [frame for frame in frames[of_start:] if not is_machinery(frame[0])][-_MAX_FRAMES:]
     if not shown:
         return ""
     lines = ["Traceback (most recent call last):"]
     for filename, number, function in shown:
         lines.append(f'  File "{scrub(filename)}", line {number}, in {scrub(function)}')
         if int(number) and (source := line_of(filename, int(number)).strip()):
-            lines.append(f"    {scrub(source)[:_LONGEST_LINE]}")
-    return "\n".join([*lines, _ADVICE, ""])[-LONGEST_TEXT:]
+            lines.append(f"    {scrub(source)[:_MAX_LINE_LENGTH]}")
+    return "\n".join([*lines, _ADVICE, ""])[-MAX_TEXT_LENGTH:]

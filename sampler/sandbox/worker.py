@@ -40,8 +40,8 @@ from .protocol import (
     DUMP_SIGNAL,
     EDITS_HEADER,
     HEADER,
-    LONGEST_ANSWER,
-    LONGEST_PRINTED,
+    MAX_ANSWER,
+    MAX_PRINTED,
     SECONDS,
     Answer,
     Command,
@@ -245,7 +245,7 @@ class Worker:
             assert self._group.logits is not None
             edits.apply_to(self._group.logits)
             return Answer.DONE, b""
-        if EDITS_HEADER.size + len(encoded) <= LONGEST_ANSWER:
+        if EDITS_HEADER.size + len(encoded) <= MAX_ANSWER:
             return Answer.EDITS, EDITS_HEADER.pack(self._stopwatch.seconds(), 0) + encoded
         shared = self._logits.view(-1).view(torch.uint8)[: len(encoded)]
         shared.copy_(torch.frombuffer(bytearray(encoded), dtype=torch.uint8))
@@ -378,7 +378,7 @@ class ServerConnection:
     def answer(self, answer: Answer, body: bytes) -> None:
         """Answer the last command."""
         self.printed.flush()
-        _write(self._connection, pack(answer, self._number, body[:LONGEST_ANSWER]))
+        _write(self._connection, pack(answer, self._number, body[:MAX_ANSWER]))
 
     def receive_rows(self, body: bytes) -> None:
         """See `Worker.receive_rows`. Called while a command is executed: those for later calls are postponed."""
@@ -393,7 +393,7 @@ class ServerConnection:
     def _begin(self, number: int) -> None:
         """Begin a command, in which some more may be printed."""
         self._number = number
-        self.printed.begin(LONGEST_PRINTED)
+        self.printed.begin(MAX_PRINTED)
 
     def _send_printed(self, body: bytes) -> bool:
         """Send text to the server, which only expects it during calls. Return whether it was sent."""
@@ -411,12 +411,12 @@ def _faults_answer(faults: Mapping[int, ProcessorFault]) -> _Answer:
 
 
 def _faults_json(faults: Mapping[int, ProcessorFault]) -> bytes:
-    """Return `[[rows, kind, message, traceback], …]`, cut to `LONGEST_ANSWER`."""
+    """Return `[[rows, kind, message, traceback], …]`, cut to `MAX_ANSWER`."""
     rows_of: dict[ProcessorFault, list[int]] = {}
     for row, fault in faults.items():
         rows_of.setdefault(fault, []).append(row)
     # JSON takes up to six bytes per character. With hundreds of faults, no text is left.
-    max_chars = max(0, LONGEST_ANSWER // len(rows_of) - 200) // 6 // 2
+    max_chars = max(0, MAX_ANSWER // len(rows_of) - 200) // 6 // 2
     return orjson.dumps(
         [
             [rows, fault.kind, fault.message[:max_chars], fault.traceback[max(0, len(fault.traceback) - max_chars) :]]

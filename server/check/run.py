@@ -7,7 +7,7 @@ from importlib.metadata import version
 
 import torch
 
-from logitship.client.check_report import MOST_PRINTED, BatchTiming, CheckReport, CheckResult, SlowLine, Verdict
+from logitship.client.check_report import MAX_PRINTED, BatchTiming, CheckReport, CheckResult, SlowLine, Verdict
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import PYTHON, PickledProcessor
 from logitship.server.check.checks.contract import check_argmax, check_contract, check_finite
@@ -217,7 +217,7 @@ class _Check:
             checks=[self._checks.get(name) or not_checked(name, "the processor does not run") for name in CHECKS],
             timings=self._timings,
             slow_lines=self._slow_lines,
-            printed=self._printed[-MOST_PRINTED:],
+            printed=self._printed[-MAX_PRINTED:],
             ignored=self._options.ignore,
         )
 

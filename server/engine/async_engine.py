@@ -45,7 +45,7 @@ _STOP_TIMEOUT = 3.0
 _LARGE_BODY_MEMORY = 1 << 20
 """Bytes of memory of a body beyond which its requests are not checked on the event loop."""
 
-MOST_TENANTS = 100
+MAX_TENANTS = 100
 """Most tenants with a label of their own in metrics."""
 _MANY_SEQUENCES = 32
 """Sequences beyond which they are not made on the event loop. Each takes some 40 µs."""
@@ -245,7 +245,7 @@ class AsyncEngine:
             artifact_bytes=self._library.artifacts.num_bytes,
             drafted=self._engine.num_drafted,
             deferred_calls=self._engine.num_deferred,
-            tenant_step_seconds=self._shares.totals(MOST_TENANTS),
+            tenant_step_seconds=self._shares.totals(MAX_TENANTS),
             accepted=self._engine.num_accepted,
             forced=self._engine.num_forced,
             loads_running=loads.running,

@@ -13,7 +13,7 @@ from logitship.sampler.processors.executor import ProcessorExecutor
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_stats import ModelInfo
-from logitship.server.metrics.observed_metrics import MOST_NAMES, EngineMetrics
+from logitship.server.metrics.observed_metrics import MAX_NAMES, EngineMetrics
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.model.capacity import max_model_len, prefix_cache_blocks
 from logitship.server.model.deterministic_check import check_determinism
@@ -98,7 +98,7 @@ def _build(
     grammar = add_grammar(registry, reasoning, loaded)
     model = _model_info(config, loaded)
     library = make_library(config, loaded, registry, executor)
-    metrics = EngineMetrics(model, library.installed_digests, MOST_NAMES if config.names_in_metrics else 0)
+    metrics = EngineMetrics(model, library.installed_digests, MAX_NAMES if config.names_in_metrics else 0)
     clock = StepClock()
     pool = FairPool(pool_threads(), config.max_sequences_per_tenant, "logitship-work")
     processors = RequestProcessors(library, make_load_queue(config, library), metrics.processor_load, pool)

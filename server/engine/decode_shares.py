@@ -26,10 +26,10 @@ parameters on two cores."""
 _MEMORY = 1 - 1 / 64
 """Weight of an observation beside the next one."""
 
-_LEAST_WEIGHT = 1.0
+_MIN_WEIGHT = 1.0
 """Number of observations that those of a size count as, at least, however old they are."""
 
-_LEAST_SPREAD = 0.05
+_MIN_SPREAD = 0.05
 """Least standard deviation of the observed positions, as a part of their mean, that tells their cost from the rest."""
 
 
@@ -46,7 +46,7 @@ class _MeanStep:
     weight: float = 0.0
 
     def fade(self) -> None:
-        self.weight = max(_LEAST_WEIGHT, self.weight * _MEMORY)
+        self.weight = max(_MIN_WEIGHT, self.weight * _MEMORY)
 
     def add(self, positions: int, seconds: float) -> None:
         self.weight += 1
@@ -85,7 +85,7 @@ class StepTime:
         positions = sum(step.weight * step.positions for step in steps) / weight
         seconds = sum(step.weight * step.seconds for step in steps) / weight
         variance = sum(step.weight * (step.positions - positions) ** 2 for step in steps) / weight
-        if variance > (_LEAST_SPREAD * positions) ** 2:
+        if variance > (_MIN_SPREAD * positions) ** 2:
             covariance = sum(step.weight * (step.positions - positions) * step.seconds for step in steps) / weight
             # Not more than all of the time: others may have slowed the long steps down.
             self.per_position = min(max(0.0, covariance / variance), seconds / positions)

@@ -33,7 +33,7 @@ from .tenant_shares import TenantShares
 
 logger = logging.getLogger(__name__)
 
-_LONGEST_WAIT = 0.005
+_MAX_WAIT = 0.005
 """Seconds without a look at the inbox, where all running sequences wait for deferred calls."""
 
 
@@ -144,7 +144,7 @@ class Engine:
         else:
             self._emit()
             if is_waiting:
-                self._deferred.collect(_LONGEST_WAIT)
+                self._deferred.collect(_MAX_WAIT)
         return bool(plan) or is_waiting
 
     @contextlib.contextmanager

@@ -15,7 +15,7 @@ from logitship.server.model.model_runner import Chunk, ModelRunner, OutputLogits
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.forced_runs import ForcedRun
 
-LEAST_PROMPT_COST = 8
+MIN_PROMPT_COST = 8
 """Tokens that a shorter chunk of a prompt counts as in a step: each has its own attention, and most of them are sampled
 and decode in the next steps."""
 
@@ -50,7 +50,7 @@ class ScheduledChunk:
     @property
     def prompt_cost(self) -> int:
         """Prompt tokens that the chunk counts as in a step."""
-        return max(LEAST_PROMPT_COST, len(self.token_ids))
+        return max(MIN_PROMPT_COST, len(self.token_ids))
 
     @property
     def samples(self) -> bool:

@@ -21,7 +21,7 @@ from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .beam_group import Beam, BeamGroup
-from .forward_pass import LEAST_PROMPT_COST, Plan, ScheduledChunk
+from .forward_pass import MIN_PROMPT_COST, Plan, ScheduledChunk
 from .tenant_shares import TenantShares
 
 COPIED_POSITIONS = 512
@@ -195,7 +195,7 @@ class Scheduler:
         )
         wanted = Counter[str]()
         for sequence in computing:
-            wanted[sequence.tenant] += max(LEAST_PROMPT_COST, sequence.num_prompt - sequence.num_computed)
+            wanted[sequence.tenant] += max(MIN_PROMPT_COST, sequence.num_prompt - sequence.num_computed)
         left = self._shares.split_prompt_tokens(budget, wanted)
         chunks: list[ScheduledChunk] = []
         left_out = {sequence.tenant for sequence in computing} & self._left_out

@@ -23,7 +23,7 @@ WINDOW = 10.0
 PROCESSOR_WAIT = 0.2
 """Longest wait of a step for processors, while other sequences run: this part of what a step takes without them."""
 
-LEAST_WAIT = 0.01
+MIN_WAIT = 0.01
 """Seconds that a step waits at least, because small models take less for a step than a sandbox for its answer."""
 
 PROMPT_SHARE = 0.5
@@ -37,7 +37,7 @@ end of a step with many prompt tokens."""
 PROMPT_BLOCK = 16
 """Prompt tokens of a step are a multiple of this, and at least as many."""
 
-LEAST_FORCED = 4
+MIN_FORCED = 4
 """Forced tokens of a step, at least, unless its prompts are as many as it may compute."""
 
 _STEP_WEIGHT = 1 / 8
@@ -182,7 +182,7 @@ class TenantShares:
             return max(0, most - num_prompt_tokens)
         left = self.num_prompt_tokens(most) - num_prompt_tokens
         if self._prompt_token:
-            left = min(left, max(LEAST_FORCED, int(self.decode.left / self._prompt_token)))
+            left = min(left, max(MIN_FORCED, int(self.decode.left / self._prompt_token)))
         return max(0, left)
 
     def prompt_seconds(self, sequences: Iterable[Sequence]) -> float:
@@ -224,7 +224,7 @@ class TenantShares:
             return 0.0
         now = self._clock()
         if self._wait_until is None:
-            self._wait_until = now + max(LEAST_WAIT, self._processor_wait * self._usual_step)
+            self._wait_until = now + max(MIN_WAIT, self._processor_wait * self._usual_step)
         return max(0.0, self._wait_until - now)
 
     def charge(self, tenant: str, seconds: float) -> None:

@@ -30,7 +30,7 @@ _BINARY_PATH = "/v1/artifacts"
 """Path whose bodies are bytes. Not a form: pages may send one to other sites."""
 _METHODS_WITH_BODY = frozenset({"PATCH", "POST", "PUT"})
 _JSON = "application/json"
-_LONGEST_SHOWN = 80
+_MAX_SHOWN = 80
 """Characters of a header that a message repeats."""
 _HOST_HEADER = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:/?#@]+)(:\d*)?")
 _DEFAULT_PORTS = {"http": ":80", "https": ":443"}
@@ -149,16 +149,16 @@ def _check_content_type(headers: Headers, expected: str) -> None:
     if given is None and "origin" not in headers:
         return
     if given is None or given.partition(";")[0].strip().lower() != expected:
-        shown = "is missing" if given is None else f"{given[:_LONGEST_SHOWN]!r} is not supported"
+        shown = "is missing" if given is None else f"{given[:_MAX_SHOWN]!r} is not supported"
         raise UnsupportedMediaType(
             f"Content-Type: {shown}: send the body as {expected} (curl: -H 'Content-Type: {expected}')"
         )
 
 
 def _foreign_host(header: str) -> Forbidden:
-    name = (_host_name(header) or "NAME")[:_LONGEST_SHOWN]
+    name = (_host_name(header) or "NAME")[:_MAX_SHOWN]
     return Forbidden(
-        f"Host: {header[:_LONGEST_SHOWN]!r} is not a name of this server: use its IP address, or start the server with "
+        f"Host: {header[:_MAX_SHOWN]!r} is not a name of this server: use its IP address, or start the server with "
         f"--allowed-host {name}"
     )
 
@@ -169,7 +169,7 @@ def _foreign_origin(origin: str | None) -> Forbidden:
             "Sec-Fetch-Site, Origin: web pages of other sites may not use this server, unless it is started with "
             "--allowed-origin and their origin, such as --allowed-origin https://app.example.org"
         )
-    origin = origin[:_LONGEST_SHOWN]
+    origin = origin[:_MAX_SHOWN]
     return Forbidden(
         f"Origin: web pages of {origin!r} may not use this server, unless it is started with --allowed-origin {origin}"
     )

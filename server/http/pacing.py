@@ -25,7 +25,7 @@ _TURN_REST = 10.0
 """Rest after the beginning of a request, as a multiple of the event loop's time for that. The loop has about as much to
 do for the rest of the request."""
 
-_LONGEST_TURN_REST = 0.05
+_MAX_TURN_REST = 0.05
 """Seconds: the event loop may have been busy with other requests."""
 
 _REFUSALS = (HTTP_400_BAD_REQUEST, HTTP_413_CONTENT_TOO_LARGE, HTTP_429_TOO_MANY_REQUESTS)
@@ -150,7 +150,7 @@ class TurnsMiddleware:
     def _end(self, tenant: str, began: float) -> None:
         loop = asyncio.get_running_loop()
         if self._others_run(tenant):
-            rest = min(_LONGEST_TURN_REST, _TURN_REST * (loop.time() - began))
+            rest = min(_MAX_TURN_REST, _TURN_REST * (loop.time() - began))
             loop.call_later(rest, self._turns.end, tenant)
         else:
             self._turns.end(tenant)

@@ -30,13 +30,13 @@ from .engine_stats import EngineStats, ModelInfo
 from .state_collector import StateCollector
 from .step_clock import StepClock
 
-MOST_NAMES = 100
+MAX_NAMES = 100
 """Most names of shipped processors with a label of their own."""
 
 OTHER = "other"
 """Label of all further names."""
 
-_LONGEST_NAME = 80
+_MAX_NAME_LENGTH = 80
 """Characters."""
 
 _WAIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -67,7 +67,7 @@ class EngineMetrics:
         processor_load: seconds to load a processor at the admission of a request.
     """
 
-    def __init__(self, model: ModelInfo, installed: Mapping[str, str], most_names: int = MOST_NAMES) -> None:
+    def __init__(self, model: ModelInfo, installed: Mapping[str, str], most_names: int = MAX_NAMES) -> None:
         self.registry = registry = CollectorRegistry()
         self._labels = ProcessorLabels(installed, most_names)
         self.requests = RequestMetrics(registry, self._labels)
@@ -313,7 +313,7 @@ class ProcessorLabels:
         most_names: how many names of shipped processors get a label of their own, first come, first served.
     """
 
-    def __init__(self, installed: Mapping[str, str], most_names: int = MOST_NAMES) -> None:
+    def __init__(self, installed: Mapping[str, str], most_names: int = MAX_NAMES) -> None:
         self._installed = {digest: ProcessorLabel(name, "installed") for digest, name in installed.items()}
         self._shipped: dict[str, ProcessorLabel] = {}
         self._most_names = most_names
@@ -324,7 +324,7 @@ class ProcessorLabels:
         installed = self._installed.get(digest)
         if installed is not None:
             return installed
-        name = name[:_LONGEST_NAME]
+        name = name[:_MAX_NAME_LENGTH]
         known = self._shipped.get(name)
         if known is None:
             if len(self._shipped) >= self._most_names:

@@ -14,8 +14,8 @@ from .model_runner import Chunk, ModelRunner
 _LENGTHS = (41, 12, 5)
 """Tokens of the test sequences: together several tiles, and more than one thread's share."""
 
-_LONGEST_CHUNK = 9
-_LONGEST_DECODE = 4
+_MAX_CHUNK = 9
+_MAX_DECODE = 4
 """Longer chunks of a started sequence are computed as prompt chunks."""
 
 Step = list[tuple[int, int]]
@@ -59,7 +59,7 @@ def _logits(runner: ModelRunner, sequences: list[list[int]], slots: list[int], s
     done = [0] * len(sequences)
     parts: list[list[torch.Tensor]] = [[] for _ in sequences]
     for step in steps:
-        decode = [(i, count) for i, count in step if done[i] > 0 and count <= _LONGEST_DECODE]
+        decode = [(i, count) for i, count in step if done[i] > 0 and count <= _MAX_DECODE]
         prefill = [chunk for chunk in step if chunk not in decode]
         of_decode, of_prefill = (
             [Chunk(slots[i], done[i], sequences[i][done[i] : done[i] + count]) for i, count in chunks]
@@ -80,7 +80,7 @@ def _random_steps(lengths: list[int], rng: random.Random) -> Iterator[Step]:
     while any(left):
         running = [i for i, tokens in enumerate(left) if tokens and (rng.random() < 0.7 or tokens == sum(left))]
         rng.shuffle(running)
-        step = [(i, rng.randint(1, min(_LONGEST_CHUNK, left[i]))) for i in running]
+        step = [(i, rng.randint(1, min(_MAX_CHUNK, left[i]))) for i in running]
         for i, count in step:
             left[i] -= count
         if step:

@@ -16,7 +16,7 @@ from logitship.sampler.trace import RowTrace
 
 EarlyStopping: TypeAlias = bool | Literal["never"]
 
-_LARGEST_PENALTY = 10
+_MAX_PENALTY = 10
 """Largest absolute length penalty: far beyond useful values, and no length to that power overflows."""
 
 
@@ -78,10 +78,8 @@ class BeamSearch:
         if not _is_count(self.width):
             raise InvalidSamplingParams("num_beams", "must be an integer, 1 or greater")
         # In this form, it also refuses NaN.
-        if not -_LARGEST_PENALTY <= self.length_penalty <= _LARGEST_PENALTY:
-            raise InvalidSamplingParams(
-                "length_penalty", f"must be a number from -{_LARGEST_PENALTY} to {_LARGEST_PENALTY}"
-            )
+        if not -_MAX_PENALTY <= self.length_penalty <= _MAX_PENALTY:
+            raise InvalidSamplingParams("length_penalty", f"must be a number from -{_MAX_PENALTY} to {_MAX_PENALTY}")
         if self.early_stopping not in (True, False, "never"):
             raise InvalidSamplingParams("early_stopping", 'must be true, false or "never"')
 

@@ -22,16 +22,16 @@ sre_compiler: Any = import_module("re._compiler")
 sre: Any = import_module("re._constants")
 sre_parser: Any = import_module("re._parser")
 
-LARGEST_STOP_REGEX = 500
+MAX_STOP_REGEX = 500
 """Maximum size of a request's patterns: their characters and operators, with repetitions written out. A character of
 the output takes a time that grows with it."""
 
-LARGEST_SETS = 1 << 17
+MAX_SETS = 1 << 17
 """Maximum size of the sets of a request's patterns whose case is ignored, such as `(?i:[a-z])`: their characters, and
 `_SET_SIZE` for each. `re` takes about 0.2 microseconds for a unit of it, to compile the sets."""
 
 _SET_SIZE = 1 << 12
-_MOST_CACHED = 4096
+_MAX_CACHED = 4096
 """Entries that a cache has at most. One that is full is cleared."""
 _NONE = 1 << 30
 """No pattern: above every index."""
@@ -108,7 +108,7 @@ class CompiledStopRegex:
         following = self._steps.get((state, character))
         if following is None:
             following = self._state(self._paths_after(state.paths, character))
-            if len(self._steps) >= _MOST_CACHED:
+            if len(self._steps) >= _MAX_CACHED:
                 self._steps.clear()
                 self._states.clear()
             self._steps[state, character] = following
@@ -168,7 +168,7 @@ class CompiledStopRegex:
         passing = self._passing.get(character)
         if passing is None:
             passing = sum(nodes for test, nodes in self._tests.items() if test(character))
-            if len(self._passing) >= _MOST_CACHED:
+            if len(self._passing) >= _MAX_CACHED:
                 self._passing.clear()
             self._passing[character] = passing
         return passing
@@ -372,9 +372,9 @@ class _Builder:
     ) -> _Node:
         """Make a node."""
         self._size += 1
-        if self._size > LARGEST_STOP_REGEX:
+        if self._size > MAX_STOP_REGEX:
             raise ValueError(
-                f"with it, the patterns have more than {LARGEST_STOP_REGEX} characters and operators, "
+                f"with it, the patterns have more than {MAX_STOP_REGEX} characters and operators, "
                 "repetitions written out"
             )
         node = _Node(list(targets), matches, assertion, pattern)
@@ -458,7 +458,7 @@ class _Builder:
         # `re` leaves what is beyond the basic plane to the search.
         ranges = (min(member[1], 0xFFFF) - member[0] for kind, member in members if kind is sre.RANGE)
         self._sets_size += _SET_SIZE + sum(max(0, each) for each in ranges)
-        if self._sets_size > LARGEST_SETS:
+        if self._sets_size > MAX_SETS:
             raise ValueError(
                 "with it, the patterns have too many or too large sets of characters whose case is ignored"
             )

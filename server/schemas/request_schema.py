@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo, model_validator
 
-from logitship.sampler.sampling_params import MOST_TRACED, LogprobsMode
+from logitship.sampler.sampling_params import MAX_TRACED, LogprobsMode
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import BeamSearch, EarlyStopping, beam_search_of
 
@@ -305,7 +305,7 @@ class TraceOptions(RequestModel):
 
     examples: ClassVar = {"top": 5}
 
-    top: int = Field(default=20, ge=1, le=MOST_TRACED)
+    top: int = Field(default=20, ge=1, le=MAX_TRACED)
     """Number of most likely tokens per stage."""
 
 

@@ -48,7 +48,7 @@ _NO_DRAFTS = "its processors cannot run in this step, in which SGLang verifies d
 _NOT_LOADED = "its class was not loaded: those of other requests took too long in the same step; try again"
 INTERNAL_ERROR = "the server had an internal error; its log has the details"
 
-LONGEST_LOADING = 30.0
+MAX_LOADING = 30.0
 """Seconds of a step after which it loads no more classes. Each may take `SANDBOX_LOAD_TIMEOUT`, and all requests wait;
 SGLang ends itself if a step takes 300 s."""
 
@@ -318,7 +318,7 @@ class StepProcessors:
                 found[row] = request, req, length
         late = [row for row, (request, req, length) in found.items() if length > len(req.output_ids)]
         last_tokens = dict(zip(late, step.last_tokens(late), strict=True)) if late else {}
-        until = time.monotonic() + LONGEST_LOADING
+        until = time.monotonic() + MAX_LOADING
         for row, (request, req, length) in found.items():
             request.take_new_tokens(req.output_ids, length, last_tokens.get(row, -1))
             if request.fault is None and request.uses is None:

@@ -29,7 +29,7 @@ class ServingCost:
     """
 
     _WEIGHT = 1 / 16
-    _MOST_WEIGHT = 1 / 4
+    _MAX_WEIGHT = 1 / 4
     """Largest weight of a step. Steps of a kind not seen for long get more weight: the load may have changed."""
     _OUTLIER = 2.0
     """Largest ratio of a step's time to the usual time; slower steps are clipped: something else used the machine."""
@@ -58,7 +58,7 @@ class ServingCost:
         found = seconds / self._forward_cost(num_rows + num_drafts)
         factor = factors.setdefault(num_drafts.bit_length(), _Factor(found, self._num_steps))
         age = self._num_steps - factor.last_step
-        weight = min(1 - (1 - self._WEIGHT) ** age, self._MOST_WEIGHT)
+        weight = min(1 - (1 - self._WEIGHT) ** age, self._MAX_WEIGHT)
         factor.mean += weight * (min(found, self._OUTLIER * factor.mean) - factor.mean)
         factor.last_step = self._num_steps
         if not num_drafts:

@@ -21,7 +21,7 @@ import logitship.client
 import logitship.sampler
 import logitship.server
 from logitship.client.author_errors import (
-    LONGEST_TEXT,
+    MAX_TEXT_LENGTH,
     author_line,
     author_traceback,
     class_name,
@@ -295,7 +295,7 @@ def test_hostile_exceptions_are_bounded(name: str) -> None:
     error = raised_by(HOSTILE[name])
     for text in (error_message(error), error_text(error), author_traceback(error)):
         assert type(text) is str
-        assert len(text) <= LONGEST_TEXT + 300
+        assert len(text) <= MAX_TEXT_LENGTH + 300
         assert orjson.loads(orjson.dumps(text)) == text
         assert not any(f"{folder}/" in text for folder in known_folders())
         assert not re.search(r"0x[0-9a-f]{6}|[\x00-\x08\x0b-\x1f]", text)
@@ -344,7 +344,7 @@ def test_exception_groups_of_any_shape(shape: object) -> None:
         return ValueError(part) if isinstance(part, str) else ExceptionGroup("g", [group(one) for one in part])  # type: ignore[attr-defined]
 
     text = author_traceback(group(shape))
-    assert len(text) <= LONGEST_TEXT + 1
+    assert len(text) <= MAX_TEXT_LENGTH + 1
     assert text.count("ValueError") <= 8
 
 
@@ -365,7 +365,7 @@ def test_long_message_is_truncated() -> None:
     error = raised_by("raise ValueError('start' + 'x' * 100_000 + 'end')")
     assert author_traceback(error).startswith("…")
     assert author_traceback(error).endswith("xxxend\n")
-    assert len(author_traceback(error)) <= LONGEST_TEXT + 1
+    assert len(author_traceback(error)) <= MAX_TEXT_LENGTH + 1
     assert error_message(error).startswith("startxxx")
     assert error_message(error).endswith("… (100008 characters)")
 
@@ -373,7 +373,7 @@ def test_long_message_is_truncated() -> None:
 def test_truncation_does_not_expose_folders() -> None:
     path = f"{FOLDER}/a"
     for shift in range(len(path)):
-        filling = "x" * (LONGEST_TEXT - shift)
+        filling = "x" * (MAX_TEXT_LENGTH - shift)
         message = error_message(ValueError(filling + path + "y" * 9999))
         assert message.startswith(filling)
         assert "/" not in message

@@ -255,7 +255,7 @@ def test_attribute_that_cannot_be_serialized_is_named() -> None:
 
 
 def test_size_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hugging_face, "LARGEST_STRING", 1000)
+    monkeypatch.setattr(hugging_face, "MAX_STRING", 1000)
     with pytest.raises(ProcessorSerializationError, match="more than 1000: it holds something large"):
         sent("Hi", processor=Alternating(1))
 

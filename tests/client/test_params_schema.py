@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitship.client.params_schema import LONGEST_SCHEMA, InvalidSchema, ParamsSchema, as_json_schema
+from logitship.client.params_schema import MAX_SCHEMA_BYTES, InvalidSchema, ParamsSchema, as_json_schema
 
 SCALARS = st.sampled_from([None, True, False, 0, 1, 2, 1.0, 0.5, -3, "", "a", "ab", "b1"])
 VALUES = st.recursive(
@@ -143,7 +143,7 @@ def test_problem_says_what_was_expected(schema: dict[str, Any], params: dict[str
         ({"pattern": "("}, "params_schema.pattern: not a regular expression"),
         ({"pattern": "(a)\\1"}, "params_schema.pattern: references to groups are not supported"),
         ({"allOf": [{"pattern": f"a{{900}}{i}"} for i in range(2)]}, "all patterns together are too large"),
-        ({"title": "x" * LONGEST_SCHEMA}, "bytes of JSON, at most"),
+        ({"title": "x" * MAX_SCHEMA_BYTES}, "bytes of JSON, at most"),
         ({"title": object()}, "params_schema: not JSON"),
     ],
 )

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import logitship
-from logitship.client.scrub import LONGEST_TEXT, known_folders, scrub
+from logitship.client.scrub import MAX_TEXT_LENGTH, known_folders, scrub
 
 SITE_PACKAGES = str(Path(torch.__file__).parent.parent)
 
@@ -128,8 +128,8 @@ def test_text_without_folders_is_unchanged(text: str) -> None:
 )
 def test_size_and_time_are_bounded(piece: str) -> None:
     began = time.process_time()
-    result = scrub(piece * (20 * LONGEST_TEXT))
-    assert len(result) <= LONGEST_TEXT
+    result = scrub(piece * (20 * MAX_TEXT_LENGTH))
+    assert len(result) <= MAX_TEXT_LENGTH
     assert not contains_known_folder(result[:-100])
     # Far more than it needs, and far less than quadratic time in 65,536 characters.
     assert time.process_time() - began < 5

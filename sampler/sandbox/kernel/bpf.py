@@ -17,8 +17,8 @@ _JUMP_IF_AT_LEAST = 0x35
 _JUMP_IF_ANY_BIT = 0x45
 _RETURN = 0x06
 
-_LONGEST_JUMP = 255
-_LONGEST_PROGRAM = 4096
+_MAX_JUMP = 255
+_MAX_PROGRAM = 4096
 
 
 class Instruction(NamedTuple):
@@ -63,8 +63,8 @@ def assemble(instructions: Iterable[Instruction]) -> bytes:
             end.
     """
     program: Sequence[Instruction] = list(instructions)
-    if not 0 < len(program) <= _LONGEST_PROGRAM or program[-1].code != _RETURN:
-        raise ValueError(f"a BPF program must end with a return and have 1 to {_LONGEST_PROGRAM} instructions")
+    if not 0 < len(program) <= _MAX_PROGRAM or program[-1].code != _RETURN:
+        raise ValueError(f"a BPF program must end with a return and have 1 to {_MAX_PROGRAM} instructions")
     for index, each in enumerate(program):
         if index + 1 + max(each.if_true, each.if_false) >= len(program) and each.code != _RETURN:
             raise ValueError(f"instruction {index} of the BPF program jumps past its end")
@@ -72,6 +72,6 @@ def assemble(instructions: Iterable[Instruction]) -> bytes:
 
 
 def _jump(code: int, value: int, if_true: int, if_false: int) -> Instruction:
-    if not (0 <= if_true <= _LONGEST_JUMP and 0 <= if_false <= _LONGEST_JUMP):
-        raise ValueError(f"the offset of a BPF jump must be 0 to {_LONGEST_JUMP}")
+    if not (0 <= if_true <= _MAX_JUMP and 0 <= if_false <= _MAX_JUMP):
+        raise ValueError(f"the offset of a BPF jump must be 0 to {_MAX_JUMP}")
     return Instruction(code, if_true, if_false, value)

@@ -17,7 +17,7 @@ _ZERO_LIMITS = (
     resource.RLIMIT_NPROC,
 )
 _MIB = 1 << 20
-_LARGEST_LIMIT = 1 << 38
+_MAX_LIMIT = 1 << 38
 """Every machine in `MACHINES` has at least 512 GiB of address space, so a mapping of this size fits."""
 
 
@@ -53,7 +53,7 @@ def address_space() -> int:
         OSError: ENOMEM; no mapping fits under the hard limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = _LARGEST_LIMIT if hard == resource.RLIM_INFINITY else min(_LARGEST_LIMIT, hard)
+    limit = _MAX_LIMIT if hard == resource.RLIM_INFINITY else min(_MAX_LIMIT, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     try:
         fits, too_large = 0, limit // _MIB + 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.group_snapshot import LARGEST_SNAPSHOT, GroupSnapshot
+from logitship.sampler.sandbox.group_snapshot import MAX_SNAPSHOT, GroupSnapshot
 
 MODEL = ModelView(vocab_size=4, eos_token_ids=frozenset({0}), tokenizer=None)
 
@@ -205,9 +205,9 @@ def test_parameters_nested_too_deep_to_copy() -> None:
 
 def test_too_large_values_are_skipped() -> None:
     small = [member({}, {"text": "x" * 10}) for _ in range(3)]
-    large = member({}, {"text": "x" * (2 * LARGEST_SNAPSHOT)})
+    large = member({}, {"text": "x" * (2 * MAX_SNAPSHOT)})
     assert GroupSnapshot([*small, large]).restore() == {0, 1, 2, 3}  # within the limit on average
-    larger = member({}, {"text": "x" * (5 * LARGEST_SNAPSHOT)})
+    larger = member({}, {"text": "x" * (5 * MAX_SNAPSHOT)})
     assert GroupSnapshot([*small, larger]).restore() == {0, 1, 2}
     assert [one.restorable for one in (*small, larger)] == [True, True, True, False]
 

@@ -26,8 +26,8 @@ from logitship.sampler.sandbox.cpu_time import ProcessClock
 from logitship.sampler.sandbox.protocol import (
     DUMP_SIGNAL,
     HEADER,
-    LONGEST_ANSWER,
-    LONGEST_PRINTED,
+    MAX_ANSWER,
+    MAX_PRINTED,
     Answer,
     Command,
     pack,
@@ -102,7 +102,7 @@ def died(sandbox: Sandbox) -> SandboxDied:
 
 def test_call_and_answer(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
-    for number, body in enumerate((b"", b"some", b"x" * LONGEST_ANSWER), 1):
+    for number, body in enumerate((b"", b"some", b"x" * MAX_ANSWER), 1):
         sandbox.begin(Command.STEP, b"rows", LONG)
         assert peer.read_message() == (Command.STEP, number, b"rows")
         peer.connection.sendall(pack(Answer.DONE, number, body))
@@ -191,7 +191,7 @@ def test_answer_before_whole_call_was_sent_is_ignored(pair: tuple[Sandbox, Peer]
         pack(Answer.DONE, 1) + pack(Answer.DONE, 2),
         pack(0, 1),
         pack(99, 1),
-        HEADER.pack(Answer.DONE, 1, LONGEST_ANSWER + 1),
+        HEADER.pack(Answer.DONE, 1, MAX_ANSWER + 1),
         HEADER.pack(Answer.DONE, 1, (1 << 64) - 1),
         b"\xff" * 200,
         bytes(1 << 17),
@@ -225,9 +225,9 @@ def test_printed_text_comes_before_the_answer(pair: tuple[Sandbox, Peer]) -> Non
 @pytest.mark.parametrize(
     "printed",
     [
-        [HEADER.pack(Answer.PRINTED, 1, LONGEST_PRINTED)],
+        [HEADER.pack(Answer.PRINTED, 1, MAX_PRINTED)],
         [pack(Answer.PRINTED, 1, b"x" * 1000)] * 9,
-        [pack(Answer.PRINTED, 1)] * (LONGEST_PRINTED // HEADER.size + 1),
+        [pack(Answer.PRINTED, 1)] * (MAX_PRINTED // HEADER.size + 1),
         [pack(Answer.PRINTED, 2, b"x")],
     ],
 )
@@ -236,7 +236,7 @@ def test_printing_too_much_kills_the_sandbox(pair: tuple[Sandbox, Peer], printed
     sandbox.begin(Command.STEP, b"", LONG)
     peer.connection.sendall(b"".join(printed))
     assert died(sandbox).kind == "protocol"
-    assert len(sandbox.take_printed()) <= LONGEST_PRINTED
+    assert len(sandbox.take_printed()) <= MAX_PRINTED
 
 
 def test_printed_text_of_a_process_that_ended(pair: tuple[Sandbox, Peer]) -> None:

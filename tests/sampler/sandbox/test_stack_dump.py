@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitship.client import author_errors
-from logitship.client.author_errors import LONGEST_TEXT
+from logitship.client.author_errors import MAX_TEXT_LENGTH
 from logitship.sampler.sandbox.stack_dump import traceback_of
 
 LINES = ["def a():", "    b()", "  c()  "]
@@ -71,7 +71,7 @@ def test_file_of_the_author_and_line_that_does_not_exist() -> None:
 def test_it_is_bounded() -> None:
     frame = f'  File "{"a" * 400}", line 1 in {"f" * 100}'
     found = traceback_of(dump(*[frame] * 10_000), source)
-    assert len(found) <= LONGEST_TEXT
+    assert len(found) <= MAX_TEXT_LENGTH
     assert found.endswith("sandbox_load_timeout.\n")
 
 
@@ -80,5 +80,5 @@ def test_it_is_bounded() -> None:
 )
 def test_anything(data: bytes) -> None:
     found = traceback_of(data, source)
-    assert len(found) <= LONGEST_TEXT
+    assert len(found) <= MAX_TEXT_LENGTH
     assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", found)

@@ -19,7 +19,7 @@ import torch
 
 from logitship.client.serialization.processor_string import PYTHON, PickledProcessor, SourceProcessor
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.sandbox.protocol import HEADER, LONGEST_ANSWER, Answer, Command, load_message, pack
+from logitship.sampler.sandbox.protocol import HEADER, MAX_ANSWER, Answer, Command, load_message, pack
 from logitship.sampler.sandbox.worker import Worker, serve
 
 ROWS, VOCAB = 4, 6
@@ -155,7 +155,7 @@ def test_faults_fit_into_an_answer(num_rows: int) -> None:
     answer = worker.handle(Command.RETRY, b"")
     assert answer is not None
     assert answer[0] is Answer.FAULTS
-    assert len(answer[1]) <= LONGEST_ANSWER
+    assert len(answer[1]) <= MAX_ANSWER
     assert [rows for rows, *_ in orjson.loads(answer[1])] == [[row] for row in range(num_rows)]
 
 

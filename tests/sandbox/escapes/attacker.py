@@ -19,7 +19,7 @@ from typing import Any
 OUTCOMES: list[dict[str, Any]] = []
 """Return value or exception of each attempt."""
 
-LONGEST_TEXT = 3000
+MAX_TEXT_LENGTH = 3000
 
 _SIGPROCMASK = {"x86_64": 14, "aarch64": 135}
 
@@ -30,9 +30,9 @@ def run(attempt: Callable[[Any], object], target: Any) -> None:
         returned = attempt(target)
     except BaseException as error:  # noqa: BLE001  # reported to the test
         text = f"{type(error).__name__}: {error}"
-        OUTCOMES.append({"raised": text[:LONGEST_TEXT], "errno": getattr(error, "errno", None)})
+        OUTCOMES.append({"raised": text[:MAX_TEXT_LENGTH], "errno": getattr(error, "errno", None)})
     else:
-        OUTCOMES.append({"returned": repr(returned)[:LONGEST_TEXT]})
+        OUTCOMES.append({"returned": repr(returned)[:MAX_TEXT_LENGTH]})
 
 
 def report(logits: Any) -> Any:

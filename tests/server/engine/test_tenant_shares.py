@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from logitship.server.engine.tenant_shares import (
-    LEAST_FORCED,
-    LEAST_WAIT,
+    MIN_FORCED,
+    MIN_WAIT,
     PROCESSOR_WAIT,
     PROMPT_BLOCK,
     SHARED_FOR,
@@ -37,7 +37,7 @@ def shares(clock: Clock) -> TenantShares:
 def test_a_processor_of_all_sequences_is_waited_for(shares: TenantShares) -> None:
     shares.begin_step(["a", "a", "a"])
     assert shares.left("a", 3) == math.inf
-    assert shares.left("a", 2) == pytest.approx(LEAST_WAIT)
+    assert shares.left("a", 2) == pytest.approx(MIN_WAIT)
 
 
 def test_wait_may_be_endless(clock: Clock) -> None:
@@ -90,7 +90,7 @@ def test_time_of_prompts(shares: TenantShares) -> None:
 def test_short_steps_wait_at_least_some_time(shares: TenantShares) -> None:
     shares.observe_step(1e-4)
     shares.begin_step({"a", "b"})
-    assert shares.left("a") == pytest.approx(LEAST_WAIT)
+    assert shares.left("a") == pytest.approx(MIN_WAIT)
 
 
 def test_no_step_waits_for_a_tenant_over_its_share(shares: TenantShares, clock: Clock) -> None:
@@ -158,7 +158,7 @@ def test_some_prompt_tokens_are_always_computed(shares: TenantShares) -> None:
 
 @pytest.mark.parametrize(
     ("left", "num_prompt_tokens", "expected"),
-    [(1.0, 0, 48), (1.0, 40, 8), (0.0205, 0, 20), (0.0205, 40, 8), (0.0, 0, LEAST_FORCED), (0.0, 48, 0), (0.0, 64, 0)],
+    [(1.0, 0, 48), (1.0, 40, 8), (0.0205, 0, 20), (0.0205, 40, 8), (0.0, 0, MIN_FORCED), (0.0, 48, 0), (0.0, 64, 0)],
 )
 def test_forced_tokens_have_what_is_left(
     shares: TenantShares, left: float, num_prompt_tokens: int, expected: int

@@ -10,7 +10,7 @@ import pytest
 
 from logitship.server.http.auth import Caller
 from logitship.server.http.pacing import (
-    _LONGEST_TURN_REST,
+    _MAX_TURN_REST,
     _REFUSAL_REST,
     SHARED_UPLOAD_RATE,
     UPLOAD_BURST,
@@ -147,7 +147,7 @@ def test_turns_are_followed_by_a_rest_while_others_run() -> None:
 
     asyncio.run(scenario())
     assert begun == ["a", "b", "b", "a"]
-    assert rests == [_LONGEST_TURN_REST] * len(rests)  # ten times as long as its beginning, else
+    assert rests == [_MAX_TURN_REST] * len(rests)  # ten times as long as its beginning, else
 
 
 @pytest.mark.parametrize(

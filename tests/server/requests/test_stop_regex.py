@@ -13,7 +13,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import FinishReason, GenerationChunk
 from logitship.server.requests.sequence import Sequence
 from logitship.server.requests.stop_regex import (
-    LARGEST_STOP_REGEX,
+    MAX_STOP_REGEX,
     CompiledStopRegex,
     StopRegexSearch,
     compile_stop_regex,
@@ -134,7 +134,7 @@ def test_pattern_with_special_characters_is_none(pattern: str) -> None:
         ("(", "not a regular expression: missing )"),
         ("a{99999999999}", "not a regular expression: the repetition number is too large"),
         ("(?:" * 5000, "not a regular expression"),
-        (f"a.{{{LARGEST_STOP_REGEX}}}", f"more than {LARGEST_STOP_REGEX} characters and operators"),
+        (f"a.{{{MAX_STOP_REGEX}}}", f"more than {MAX_STOP_REGEX} characters and operators"),
         ("(?:(?:a{99}){99}){99}", "more than"),
         ("(?:^^){1000000000}", "more than"),
         ("(?:){0,1000000000}.", "more than"),
@@ -146,7 +146,7 @@ def test_refused(pattern: str, message: str) -> None:
 
 
 def test_size_is_that_of_all_patterns() -> None:
-    half = f"[ab].{{{LARGEST_STOP_REGEX // 2 - 10}}}"
+    half = f"[ab].{{{MAX_STOP_REGEX // 2 - 10}}}"
     assert CompiledStopRegex((half, half)).start is not None
     with pytest.raises(ValueError, match="with it, the patterns have more than"):
         CompiledStopRegex((half, half, "a" * 30 + "."))

@@ -171,7 +171,7 @@ def test_step_that_loaded_for_long_loads_no_more_classes(
 ) -> None:
     """Hundreds of classes that hang when they are loaded would take longer than SGLang lets a step take."""
     FakeScheduler(0, steps, overlap=False).run(make_req(own=1))
-    monkeypatch.setattr("logitship.server.sglang.step_processors.LONGEST_LOADING", -1.0)
+    monkeypatch.setattr("logitship.server.sglang.step_processors.MAX_LOADING", -1.0)
     loaded, new, built_in = make_req(own=1), make_req(own=2), make_req(token_ids=[5])
     built_in.custom_logit_processor = ADMITTED + '{"name": "disallowed_tokens"}'
     FakeScheduler(0, steps, overlap=False).run(loaded, new, built_in)
