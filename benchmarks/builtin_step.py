@@ -151,7 +151,7 @@ def measure(
             for side, make_step in sides.items():
                 # What a turn masked or forced should not decide what the next one has to do.
                 logits.normal_()
-                logits[:, 0] = -10.0  # the end is not near: what waits for the end token has nothing to do
+                logits[:, 0] = -10.0  # the end is not near: what waits for the EOS token has nothing to do
                 step = make_step(case, logits, Histories(case, len(logits), length, calls + 1))
                 step()  # the first one reads the whole history
                 with no_collection():

@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from logitship.builtin_processors.parts.row_constants import RowConstants
-from logitship.builtin_processors.parts.text_tokens import Boost, end_token
+from logitship.builtin_processors.parts.text_tokens import Boost, eos_token_id
 from logitship.sampler.device_tensor import copies_to
 
 from .base import BuiltinProcessor
@@ -24,18 +24,18 @@ class CiteFromPromptParams(ProcessorParams):
     boost_factor: Boost = 1.0
     """Added to the logit of each token of the prompt. Negative: avoid the prompt's tokens."""
     boost_eos: Annotated[bool, Expects("true or false")] = True
-    """Boost the end token, too."""
+    """Boost the EOS token, too."""
     conditional_boost_factor: Boost = 0.0
     """Also added to each token that follows the last sampled token anywhere in the prompt."""
 
 
 @dataclass(frozen=True)
 class Citation:
-    """The request's validated parameters. `end_token` is boosted like those of the prompt, unless it is None."""
+    """The request's validated parameters. `eos_token_id` is boosted like those of the prompt, unless it is None."""
 
     boost_factor: float
     conditional_boost_factor: float
-    end_token: int | None
+    eos_token_id: int | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,8 +60,8 @@ class PromptTokens:
         """Collect the tokens of a prompt."""
         tokens = np.array(prompt, dtype=np.int64)
         boosted = tokens[tokens < vocab_size]
-        if wanted.end_token is not None:
-            boosted = np.append(boosted, wanted.end_token)
+        if wanted.eos_token_id is not None:
+            boosted = np.append(boosted, wanted.eos_token_id)
         first, second = (tokens[:-1], tokens[1:]) if wanted.conditional_boost_factor else (tokens[:0], tokens[:0])
         is_within = second < vocab_size
         pairs = np.unique(first[is_within] * vocab_size + second[is_within])
@@ -107,7 +107,7 @@ class _Cells:
 
 
 class CiteFromPromptLogitsProcessor(BuiltinProcessor):
-    """Adds `boost_factor` to the logits of the prompt's tokens and of the end token.
+    """Adds `boost_factor` to the logits of the prompt's tokens and of the EOS token.
 
     `conditional_boost_factor` is also added to tokens that follow the last sampled token anywhere in the prompt. A
     token is boosted once, however often it occurs in the prompt.
@@ -124,8 +124,10 @@ class CiteFromPromptLogitsProcessor(BuiltinProcessor):
         """See `BuiltinProcessor.prepare`."""
         read = CiteFromPromptParams.read(params, model)
         if read.boost_eos and not model.eos_token_ids:
-            raise ValueError("boost_eos: the model has no end token, send false")
-        return Citation(read.boost_factor, read.conditional_boost_factor, end_token(model) if read.boost_eos else None)
+            raise ValueError("boost_eos: the model has no EOS token, send false")
+        return Citation(
+            read.boost_factor, read.conditional_boost_factor, eos_token_id(model) if read.boost_eos else None
+        )
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """Boost the tokens of the rows' prompts, in place."""

@@ -25,18 +25,18 @@ class LastPhrase:
 
     Attributes:
         phrase: the tokens of the phrase.
-        end_tokens: the model's end tokens.
+        eos_token_ids: the model's EOS tokens.
     """
 
     phrase: tuple[int, ...]
-    end_tokens: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]
 
 
 class ForceLastPhraseLogitsProcessor(PhraseProcessor):
     """Writes `phrase` once, when the answer would have ended.
 
-    The phrase begins in the first step whose argmax is an end token, instead of that token. After the phrase, the model
-    continues freely, and may end. All end tokens of the model count; the original only uses the tokenizer's.
+    The phrase begins in the first step whose argmax is an EOS token, instead of that token. After the phrase, the model
+    continues freely, and may end. All EOS tokens of the model count; the original only uses the tokenizer's.
     """
 
     name = "force_last_phrase"
@@ -47,7 +47,7 @@ class ForceLastPhraseLogitsProcessor(PhraseProcessor):
         """See `BuiltinProcessor.prepare`."""
         read = ForceLastPhraseParams.read(params, model)
         if not model.eos_token_ids:
-            raise ValueError("the model has no end token for the phrase to stand before")
+            raise ValueError("the model has no EOS token for the phrase to stand before")
         return LastPhrase(read.phrase, tuple(sorted(model.eos_token_ids)))
 
     def initial_state(self, prepared: LastPhrase) -> Sequence[float]:
@@ -55,8 +55,8 @@ class ForceLastPhraseLogitsProcessor(PhraseProcessor):
         return (0,)
 
     def constants(self, rows: Sequence[LastPhrase], device: torch.device) -> torch.Tensor:
-        """Return the end tokens, int64 [rows, any]."""
-        return padded([row.end_tokens for row in rows], device)
+        """Return the EOS tokens, int64 [rows, any]."""
+        return padded([row.eos_token_ids for row in rows], device)
 
     def advance(
         self, logits: torch.Tensor, state: torch.Tensor, phrases: Phrases, constants: torch.Tensor

@@ -42,9 +42,9 @@ class LengthBoost:
 
 
 class GenLengthLogitsProcessor(BuiltinProcessor):
-    """Adds `boost_factor * (tokens / 10) ** p` to the end token's logit, which grows with the number of tokens.
+    """Adds `boost_factor * (tokens / 10) ** p` to the EOS token's logit, which grows with the number of tokens.
 
-    Nothing is added once the token was sampled. `boost_token_str` replaces the end token by another one. With
+    Nothing is added once the token was sampled. `boost_token_str` replaces the EOS token by another one. With
     `complete_sentences`, the token is only boosted after a full stop or a new line.
     """
 

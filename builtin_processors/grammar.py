@@ -160,7 +160,7 @@ class GrammarStats(NamedTuple):
 class GrammarProcessor(BuiltinProcessor):
     """Allows the tokens that keep the output a prefix of the grammar's language.
 
-    When the text is complete, the model's end tokens are allowed, and tokens that continue it, if any. If the output
+    When the text is complete, the model's EOS tokens are allowed, and tokens that continue it, if any. If the output
     does not match, because something else forced a token, no token is allowed, and the request ends with an error. If
     the prompt ends within thinking, the text begins after the thinking, as in vLLM and SGLang.
 

@@ -35,10 +35,10 @@ class Deadline:
 
 
 class MaxTimeLogitsProcessor(BuiltinProcessor):
-    """Enforces the end token once more than `max_time` seconds have passed since the sequence's first step.
+    """Enforces the EOS token once more than `max_time` seconds have passed since the sequence's first step.
 
     It is enforced in each step until it is sampled: if a mask forbids it, the answer continues until it is allowed.
-    `boost_token_str` replaces the end token by another one. With `complete_sentences`, the token is only enforced after
+    `boost_token_str` replaces the EOS token by another one. With `complete_sentences`, the token is only enforced after
     a full stop or a new line. The time in the queue does not count, unlike in the original's variant for vLLM.
 
     Args:

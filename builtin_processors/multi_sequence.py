@@ -1,4 +1,4 @@
-"""Pads finished sequences with end tokens, for sequences that are generated side by side."""
+"""Pads finished sequences with EOS tokens, for sequences that are generated side by side."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class MultiSequenceParams(ProcessorParams):
     """See `MultiSequenceLogitsProcessor`."""
 
     eos_token_ids: Annotated[TokenIds | None, Expects("a list of token ids")] = None
-    """The tokens that finish a sequence. Default: the model's end tokens."""
+    """The tokens that finish a sequence. Default: the model's EOS tokens."""
 
 
 @dataclass(frozen=True, eq=False)
-class EndTokens:
-    """A request's end tokens.
+class EosTokens:
+    """A request's EOS tokens.
 
     Attributes:
         token_ids: int64 [any], ascending.
@@ -50,10 +50,10 @@ class EndTokens:
 
 
 class MultiSequenceLogitsProcessor(BuiltinProcessor):
-    """Allows only end tokens in a sequence that sampled one; sets all others to -inf.
+    """Allows only EOS tokens in a sequence that sampled one; sets all others to -inf.
 
     RTP-LLM's `MultiSeqLogitsProcessor` gets the finished sequences from its engine. Here, they are determined from the
-    output. It only has an effect with `ignore_eos`, because otherwise a sequence ends with its end token anyway.
+    output. It only has an effect with `ignore_eos`, because otherwise a sequence ends with its EOS token anyway.
     """
 
     name = "multi_sequence"
@@ -61,18 +61,18 @@ class MultiSequenceLogitsProcessor(BuiltinProcessor):
     example: ClassVar[Mapping[str, Any]] = {"eos_token_ids": [6]}
     is_mask = True
 
-    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> EndTokens:
-        """Return the end tokens.
+    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> EosTokens:
+        """Return the EOS tokens.
 
         Raises:
-            ValueError: the parameter is not a list of tokens, or there are no end tokens.
+            ValueError: the parameter is not a list of tokens, or there are no EOS tokens.
         """
         given = super().prepare(params, model).eos_token_ids
         eos_token_ids = model.eos_token_ids if given is None else given
         if not eos_token_ids:
             reason = "the model has none" if given is None else "the list is empty"
-            raise ValueError(f"eos_token_ids: expected at least one end token, {reason}")
-        return EndTokens.of(eos_token_ids)
+            raise ValueError(f"eos_token_ids: expected at least one EOS token, {reason}")
+        return EosTokens.of(eos_token_ids)
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """Mask the rows of finished sequences, in place, with one write."""
@@ -89,7 +89,7 @@ class MultiSequenceLogitsProcessor(BuiltinProcessor):
 
     def _kept(self, params: dict[str, Any]) -> npt.NDArray[np.int64] | None:
         """Return the only tokens allowed next in a row; None if all are."""
-        end_tokens: EndTokens = self.prepared(params)
+        eos: EosTokens = self.prepared(params)
         request = params["__req__"]
-        history: StateHistory[bool] = request.state.setdefault(end_tokens.key, StateHistory(False))
-        return end_tokens.token_ids if history.follow(request.output_ids, end_tokens.is_finished) else None
+        history: StateHistory[bool] = request.state.setdefault(eos.key, StateHistory(False))
+        return eos.token_ids if history.follow(request.output_ids, eos.is_finished) else None

@@ -45,7 +45,7 @@ class MinTokensLogitsProcessor(LogitsProcessor):
         self._minus_infinity = torch.tensor(-math.inf, dtype=torch.float32, device=device)
 
     def is_argmax_invariant(self) -> bool:
-        """False: the most likely token may be an end token."""
+        """False: the most likely token may be an EOS token."""
         return False
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:

@@ -19,7 +19,7 @@ class ModelFacts(Protocol):
 
     @property
     def eos_token_ids(self) -> frozenset[int] | set[int]:
-        """The model's end tokens."""
+        """The model's EOS tokens."""
         ...
 
     @property

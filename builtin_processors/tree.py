@@ -80,9 +80,9 @@ class TreeParams(ProcessorParams):
 class TreeLogitsProcessor(BuiltinProcessor):
     """Allows only the tokens that keep a row's output on a path of its tree; sets all others to -inf.
 
-    RTP-LLM's `TreeLogitsProcessor`, with a tree per request. It differs in two points. An end token with id 0 works
+    RTP-LLM's `TreeLogitsProcessor`, with a tree per request. It differs in two points. An EOS token with id 0 works
     like any other; in RTP-LLM, the sequence then never leaves the start. If the model has none of the candidates, the
-    end token is allowed; in RTP-LLM, no token is.
+    EOS token is allowed; in RTP-LLM, no token is.
 
     Args:
         trees: trees that a request can use by name.

@@ -44,7 +44,7 @@ class FinishReason:
     The server's counterpart is `logitship.server.requests.messages.FinishReason`.
 
     Attributes:
-        kind: `stop` (end token, stop token or stop string), `length`, `abort`, or another value of the server.
+        kind: `stop` (EOS token, stop token or stop string), `length`, `abort`, or another value of the server.
         matched: for `stop`: the token id or string that ended it, if the server says.
     """
 

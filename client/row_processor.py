@@ -62,7 +62,7 @@ class Row:
 
     @property
     def eos_token_ids(self) -> list[int]:
-        """The model's end tokens: `row.allow_only(row.eos_token_ids)` ends the answer."""
+        """The model's EOS tokens: `row.allow_only(row.eos_token_ids)` ends the answer."""
         token_ids = self.request.eos_token_ids
         return sorted(token_ids if token_ids is not None else [self.tokenizer.eos_token_id])
 

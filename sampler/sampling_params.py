@@ -110,7 +110,7 @@ class SamplingParams:
     max_tokens: int | None = None
     """None: up to the model's length. 0: generate nothing, for a prompt's log-probabilities alone."""
     min_tokens: int = 0
-    """No end token and no stop token before this many output tokens."""
+    """No EOS token and no stop token before this many output tokens."""
     thinking_token_budget: int | None = None
     """Maximum number of tokens between the start and the end of the model's thinking; then its end is forced. None or
     -1: no limit. Needs a server that knows the model's markers for start and end."""
@@ -220,7 +220,7 @@ class SamplingParams:
 
     @property
     def all_stop_token_ids(self) -> frozenset[int]:
-        """All tokens that may end the sequence: the model's end tokens and the request's stop tokens."""
+        """All tokens that may end the sequence: the model's EOS tokens and the request's stop tokens."""
         return frozenset((*self.stop_token_ids, *self.eos_token_ids))
 
     @property

@@ -30,7 +30,7 @@ class Lipogram(CustomLogitProcessor):
         """Return bool [vocab]: the tokens with this letter. Cached on `self` for later steps and requests."""
         if letter not in self.banned:
             banned = torch.tensor([letter in token for token in self.tokens])
-            banned[list(request.eos_token_ids)] = False  # the end token's name may contain the letter
+            banned[list(request.eos_token_ids)] = False  # the EOS token's name may contain the letter
             self.banned[letter] = banned
         return self.banned[letter]
 

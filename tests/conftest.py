@@ -155,7 +155,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def loaded_model(tokenizer: Tokenizer) -> LoadedModel:
-    """The tiny model: 260 tokens, of which 0 to 3 are special and 1 is the end token; 512 tokens long.
+    """The tiny model: 260 tokens, of which 0 to 3 are special and 1 is the EOS token; 512 tokens long.
 
     In float64, so that rounding decides about no token. In float32, logits change in their last bits with the batch
     that they are computed in and with the processor, and now and then another token is sampled.

@@ -47,7 +47,7 @@ class GrammarCompiler:
         num_checkers: checker processes, which start when they are needed; None: a quarter of the cores, at least 2.
 
     Raises:
-        ValueError: llguidance does not support the model's tokenizer, or the model has no end token.
+        ValueError: llguidance does not support the model's tokenizer, or the model has no EOS token.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class _Recent(Generic[_Made]):
 
 def _tokenizer_arguments(model: ModelFacts) -> dict[str, Any]:
     if not model.eos_token_ids:
-        raise ValueError("a grammar needs a model with an end token, to end the text with")
+        raise ValueError("a grammar needs a model with an EOS token, to end the text with")
     backend = getattr(model.tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise ValueError("a grammar needs a tokenizer of Hugging Face's tokenizers library (a fast one)")

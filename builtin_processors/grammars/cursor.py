@@ -98,7 +98,7 @@ class GrammarCursor:
             self._refused = len(self._tokens) - 1
 
     def _matches(self, token: int) -> bool:
-        # A stopped matcher has consumed an end token, or allows nothing else. With `ignore_eos`, there may be several.
+        # A stopped matcher has consumed an EOS token, or allows nothing else. With `ignore_eos`, there may be several.
         if self.matcher.is_stopped():
             return token in self._eos_token_ids
         fits = self.matcher.try_consume_tokens([token]) == 1

@@ -32,10 +32,10 @@ class TokenNames:
 
     Attributes:
         vocab_size: upper bound of token ids.
-        added: ids by text of the tokenizer's added tokens, without the model's end tokens. llguidance distinguishes
+        added: ids by text of the tokenizer's added tokens, without the model's EOS tokens. llguidance distinguishes
             them from text. If such a text occurs in a structural tag, the output has the token.
         in_text: the added tokens that are not special. Free text may contain them.
-        eos: the model's end tokens.
+        eos: the model's EOS tokens.
         find: returns the id of the token with this text in the vocabulary, or None.
     """
 

@@ -1,4 +1,4 @@
-"""A token to boost or enforce once, such as the end token, and when it may occur."""
+"""A token to boost or enforce once, such as the EOS token, and when it may occur."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field
 from logitship.builtin_processors.params import Expects, ModelFacts, ProcessorParams
 
 from .state_history import StateHistory
-from .text_tokens import TokenOfTextOrEnd, sentence_ends
+from .text_tokens import TokenOfTextOrEos, sentence_ends
 
 
 class TargetTokenParams(ProcessorParams):
@@ -19,8 +19,8 @@ class TargetTokenParams(ProcessorParams):
 
     complete_sentences: Annotated[bool, Expects("true or false")] = False
     """Wait until the last token is a full stop or a new line."""
-    boost_token_str: TokenOfTextOrEnd = Field(default=None, validate_default=True)
-    """The token to use instead of the end token, for instance `</think>`."""
+    boost_token_str: TokenOfTextOrEos = Field(default=None, validate_default=True)
+    """The token to use instead of the EOS token, for instance `</think>`."""
 
 
 @dataclass(frozen=True)

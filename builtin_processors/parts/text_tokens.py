@@ -53,23 +53,23 @@ def read_token(value: Any, info: ValidationInfo) -> int:
     return token_ids[0]
 
 
-def read_token_or_end(value: Any, info: ValidationInfo) -> int:
-    """Return the token of a text that is one token, or the end token if there is no text.
+def read_token_or_eos(value: Any, info: ValidationInfo) -> int:
+    """Return the token of a text that is one token, or the EOS token if there is no text.
 
     Raises:
-        ValueError: see `read_token`; or the model has no end token.
+        ValueError: see `read_token`; or the model has no EOS token.
     """
-    return end_token(model_of(info)) if value is None else read_token(value, info)
+    return eos_token_id(model_of(info)) if value is None else read_token(value, info)
 
 
-def end_token(model: ModelFacts) -> int:
-    """Return the model's end token; if it has several, the tokenizer's.
+def eos_token_id(model: ModelFacts) -> int:
+    """Return the model's EOS token; if it has several, the tokenizer's.
 
     Raises:
-        ValueError: the model has no end token.
+        ValueError: the model has no EOS token.
     """
     if not model.eos_token_ids:
-        raise ValueError("the model has no end token")
+        raise ValueError("the model has no EOS token")
     of_tokenizer = getattr(model.tokenizer, "eos_token_id", None)
     if isinstance(of_tokenizer, int) and of_tokenizer in model.eos_token_ids:
         return of_tokenizer
@@ -135,10 +135,10 @@ TokenOfText = Annotated[
     PlainValidator(read_token, json_schema_input_type=Text),
     Expects("a text of one token"),
 ]
-TokenOfTextOrEnd = Annotated[
+TokenOfTextOrEos = Annotated[
     int,
-    PlainValidator(read_token_or_end, json_schema_input_type=TextOrNull),
-    Expects("a text of one token, or null for the end token"),
+    PlainValidator(read_token_or_eos, json_schema_input_type=TextOrNull),
+    Expects("a text of one token, or null for the EOS token"),
 ]
 
 MAX_BOOST = 1e9

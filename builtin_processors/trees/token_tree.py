@@ -19,7 +19,7 @@ class Place(NamedTuple):
 
     Attributes:
         path: the tokens so far, as a key of the tree: `"225_64000"`.
-        finished: the end token was sampled; the position does not change any more.
+        finished: the EOS token was sampled; the position does not change any more.
         error: a token outside the tree was sampled; the position does not change any more.
     """
 
@@ -80,14 +80,14 @@ class TokenTree:
         return Place(path) if path in self._numbers else place._replace(error=True)
 
     def candidates(self, place: Place) -> npt.NDArray[np.int64]:
-        """Return the tokens that may come next, ascending; the end token if the tree has none. Read-only."""
+        """Return the tokens that may come next, ascending; the EOS token if the tree has none. Read-only."""
         number = None if place.error else self._numbers.get(place.path)
         if number is None or self._bounds[number] == self._bounds[number + 1]:
             return self._end
         return self._tokens[self._bounds[number] : self._bounds[number + 1]]
 
     def allowed(self, place: Place, vocab_size: int) -> npt.NDArray[np.int64]:
-        """Return the candidates in the vocabulary; if there are none, the end token, if that is in the vocabulary."""
+        """Return the candidates in the vocabulary; if there are none, the EOS token, if that is in the vocabulary."""
         candidates = self.candidates(place)
         first, end = np.searchsorted(candidates, (0, vocab_size))
         within = candidates[first:end]

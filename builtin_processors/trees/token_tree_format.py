@@ -55,7 +55,7 @@ def load_tree(path: str | Path) -> TokenTree:
         logger.warning("%s: left out %d token ids that are negative or above 2^31 - 1", path, reader.num_dropped)
     if tree.start.path not in tree:
         logger.warning(
-            "%s: prefix_dict has no key %r, where every sequence starts: only the end token %d can be sampled",
+            "%s: prefix_dict has no key %r, where every sequence starts: only the EOS token %d can be sampled",
             path,
             tree.start.path,
             tree.end_token_id,

@@ -23,7 +23,7 @@ class PluginInfo:
 
     Attributes:
         fault_token: the token id with which the plugin ends a request when one of its processors fails. No other
-            request ends with it: models may have several end tokens, and vLLM reports those as `stop_reason` too.
+            request ends with it: models may have several EOS tokens, and vLLM reports those as `stop_reason` too.
     """
 
     fault_token: int

@@ -105,7 +105,7 @@ class _RandomLogits:
         self._forbidden: torch.Tensor | None = None
         if allowed is not None:
             order = torch.randperm(vocab_size, generator=self._random)
-            # Real masks allow the end tokens, and many processors force one.
+            # Real masks allow the EOS tokens, and many processors force one.
             self._forbidden = order[allowed:][~torch.isin(order[allowed:], torch.tensor(sorted(eos_token_ids)))]
 
     def next(self, tokens: Sequence[int]) -> torch.Tensor:

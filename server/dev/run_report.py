@@ -45,7 +45,7 @@ def _end(output: RequestOutput) -> str:
     (answer,) = output.outputs
     if answer.finish_reason == "length":
         return "--max-tokens"
-    return "the end token" if answer.stop_reason is None else repr(answer.stop_reason)
+    return "the EOS token" if answer.stop_reason is None else repr(answer.stop_reason)
 
 
 def trace_lines(traces: Sequence[TokenTrace]) -> list[str]:

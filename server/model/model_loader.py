@@ -107,7 +107,7 @@ def _dtype(config: ServerConfig, hf_config: Any, device: torch.device) -> torch.
 
 
 def _eos_token_ids(model: PreTrainedModel, hf_tokenizer: Any) -> frozenset[int]:
-    """Return the end tokens of the generation config and the tokenizer: chat models end turns with another token."""
+    """Return the EOS tokens of the generation config and the tokenizer: chat models end turns with another token."""
     generation: GenerationConfig | None = getattr(model, "generation_config", None)
     found: set[int] = set()
     for value in (getattr(generation, "eos_token_id", None), hf_tokenizer.eos_token_id):

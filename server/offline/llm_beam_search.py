@@ -33,13 +33,13 @@ class BeamSearchParams:
     max_tokens: int
     """Maximum number of output tokens."""
     ignore_eos: bool = False
-    """Continue after the model's end token."""
+    """Continue after the model's EOS token."""
     temperature: float = 0.0
     """Must be 0: beam search does not sample."""
     length_penalty: float = 1.0
     """Sums of log-probabilities are divided by length ** `length_penalty`."""
     include_stop_str_in_output: bool = False
-    """Keep the end token among `tokens`."""
+    """Keep the EOS token among `tokens`."""
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     """Constraint on the outputs."""
     skip_special_tokens: bool = True
@@ -86,11 +86,11 @@ class BeamSearchSequence:
 
     Attributes:
         tokens: token ids of the prompt and the output.
-        logprobs: one dict per output token, the end token included: its log-probability, by token id.
+        logprobs: one dict per output token, the EOS token included: its log-probability, by token id.
         cum_logprob: sum of the log-probabilities.
         text: the text of `tokens`.
         finish_reason: `stop` or `length`.
-        stop_reason: the stop token that ended the sequence; None for the model's own end token.
+        stop_reason: the stop token that ended the sequence; None for the model's own EOS token.
         score: determines the rank of the sequence.
         receipts: one per processor of the prompt.
     """

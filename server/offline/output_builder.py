@@ -23,7 +23,7 @@ class OutputBuilder:
 
     Args:
         request: the submitted request.
-        model: has the model's own end tokens.
+        model: has the model's own EOS tokens.
         tokenizer: decodes the tokens of log-probabilities and traces.
     """
 
@@ -33,7 +33,7 @@ class OutputBuilder:
         params = request.request.sampling_params
         self._shows_logprobs = params.logprobs is not None
         self._shows_traces = params.trace is not None
-        self._own_end_tokens = model.eos_token_ids - frozenset(params.stop_token_ids)
+        self._own_eos_token_ids = model.eos_token_ids - frozenset(params.stop_token_ids)
         self._continuations = [_Tables(index) for index in range(request.request.num_sequences)]
         self._prompt_logprobs: list[dict[int, Logprob] | None] = []
 
@@ -87,7 +87,7 @@ class OutputBuilder:
             else continuation.cumulative_logprob,
             logprobs=list(continuation.tables) if self._shows_logprobs else None,
             finish_reason=None if reason is None else reason.kind,
-            stop_reason=None if reason is None or reason.matched in self._own_end_tokens else reason.matched,
+            stop_reason=None if reason is None or reason.matched in self._own_eos_token_ids else reason.matched,
             receipts=continuation.receipts,
             beam_score=continuation.beam_score,
             trace=list(continuation.token_traces) if self._shows_traces else None,

@@ -35,7 +35,7 @@ class CompletionOutput:
         logprobs: one dict per token, by token id: the token itself, and the requested number of most likely tokens.
             None if not requested.
         finish_reason: `stop`, `length`, or `abort` (cancelled); None while it runs.
-        stop_reason: the stop string, stop pattern or stop token that ended it; None for the model's own end token and
+        stop_reason: the stop string, stop pattern or stop token that ended it; None for the model's own EOS token and
             for all other reasons.
         receipts: at the end, one per processor of the request.
         beam_score: with beam search, the score that ranks the sequences; else None.

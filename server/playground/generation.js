@@ -89,7 +89,7 @@ export async function generate(mode, body, signal, onTokens) {
 }
 
 /**
- * Splits the text of an event among its tokens. A token may add none: a part of a character, or the end token.
+ * Splits the text of an event among its tokens. A token may add none: a part of a character, or the EOS token.
  * @param {Trace[]} traces
  * @param {string} text
  * @returns {Token[]}

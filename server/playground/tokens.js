@@ -99,7 +99,7 @@ function element(token, number) {
   const effect = effectOf(token.trace);
   const kind = effect?.kind ?? "none";
   const label = [spoken(token.text || token.trace.text), `token ${number}`, LABELS[kind]].filter(Boolean).join(", ");
-  // A token that adds no text, such as the end token, is shown by its name.
+  // A token that adds no text, such as the EOS token, is shown by its name.
   const text = token.text || token.trace.text || "∅";
   // The leading space of a word is outside the marked part: it may be at the end of a line.
   const [, space, rest] = /^( ?)(.*)$/s.exec(text);

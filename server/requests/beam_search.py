@@ -4,7 +4,7 @@ They are those of Hugging Face's `generate(num_beams=…, do_sample=False)` in t
 
 * Each step considers the `num_candidates` continuations with the highest sum of log-probabilities.
 * The finished ones among the first `width` of them become hypotheses, of which the best `width` are kept. The score of
-  a hypothesis is the sum divided by length ** `length_penalty`, with the length of the output including its end token.
+  a hypothesis is the sum divided by length ** `length_penalty`, with the length of the output including its EOS token.
 * The first `width` unfinished ones become the next beams.
 * The search is over when there are no beams, or when there are `width` hypotheses and no beam can be expected to score
   better than the worst of them. The expectation depends on `early_stopping`, see `BeamSearch`.

@@ -84,7 +84,7 @@ class BeamSearch:
             raise InvalidSamplingParams("early_stopping", 'must be true, false or "never"')
 
     def num_candidates(self, num_end_tokens: int) -> int:
-        """Return how many candidates a step considers: at least `width` of them do not end in an end token."""
+        """Return how many candidates a step considers: at least `width` of them do not end in an EOS token."""
         return max(2, 1 + num_end_tokens) * self.width
 
     def score(self, cumulative_logprob: float, length: int) -> float:
@@ -241,7 +241,7 @@ class FinishReason:
     """The reason why a continuation ended. The client's counterpart is `logitship.client.records.FinishReason`.
 
     Attributes:
-        kind: `stop` (end token, stop token, stop string or pattern), `length`, `abort` (cancelled, or failed with
+        kind: `stop` (EOS token, stop token, stop string or pattern), `length`, `abort` (cancelled, or failed with
             `error`), or `absent`, see `ABSENT`.
         matched: for `stop`: the token id, the string or the pattern that ended it.
         error: for `abort`: the error; None if it was cancelled.

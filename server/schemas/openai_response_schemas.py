@@ -70,7 +70,7 @@ class ChoiceEnding(TypedDict):
     finish_reason: Literal["stop", "length", "abort", "tool_calls"] | None
     """Reason for the end of the generation; null while it runs. `tool_calls`: as `stop`, and the model calls a tool."""
     stop_reason: NotRequired[str | int | None]
-    """The request's stop string, stop pattern or stop token that ended it; null for the model's own end token."""
+    """The request's stop string, stop pattern or stop token that ended it; null for the model's own EOS token."""
     receipts: NotRequired[list[ReceiptObject]]
     """At the end, if the request had processors: one per processor."""
     token_ids: NotRequired[list[int]]

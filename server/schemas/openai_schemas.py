@@ -71,7 +71,7 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
     stream_options: StreamOptions | None = None
     """Only with `stream`."""
     min_tokens: int = 0
-    """Minimum number of output tokens before an end token."""
+    """Minimum number of output tokens before an EOS token."""
     include_stop_str_in_output: bool = False
     """Alias of `no_stop_trim` (vLLM)."""
     prompt_logprobs: int | None = None

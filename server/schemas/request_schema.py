@@ -366,9 +366,9 @@ class SamplingFields(RequestModel):
     """Regular expressions that end the output after the token with which one of them matches, in Python's syntax
     without lookaround and references. The text stays whole. A pattern without special characters is a stop string."""
     stop_token_ids: StopTokenIds = Field(default=[])
-    """Tokens that end the output, in addition to the model's end tokens."""
+    """Tokens that end the output, in addition to the model's EOS tokens."""
     ignore_eos: bool = False
-    """Continue after the model's end token."""
+    """Continue after the model's EOS token."""
     skip_special_tokens: bool = True
     """Omit special tokens from the text."""
     spaces_between_special_tokens: bool = True

@@ -19,7 +19,7 @@ TokenLogprobEntry: TypeAlias = Annotated[
 
 @documented({"type": "stop", "matched": 2})
 class StopReason(TypedDict):
-    """Ended by an end token, a stop token, a stop string or a stop pattern."""
+    """Ended by an EOS token, a stop token, a stop string or a stop pattern."""
 
     type: Literal["stop"]
     """Kind of reason."""

@@ -97,7 +97,7 @@ class SGLangSamplingParams(SamplingFields, GrammarFields):
     max_new_tokens: int | None = 128
     """Maximum number of output tokens; null: up to the model's length."""
     min_new_tokens: int = 0
-    """Minimum number of output tokens before an end token."""
+    """Minimum number of output tokens before an EOS token."""
     sampling_seed: Seed | None = None
     """Seed: the same seed, prompt and parameters give the same tokens."""
     seed: Seed | None = None

@@ -187,7 +187,7 @@ def sampling_params_of(params: Any, uses: Sequence[ProcessorUse], eos_token_ids:
     Args:
         params: SGLang's `SamplingParams`, normalized.
         uses: the request's processors.
-        eos_token_ids: the model's end tokens.
+        eos_token_ids: the model's EOS tokens.
     """
     stop, patterns = params.stop_strs or (), params.stop_regex_strs or ()
     return SamplingParams().with_checked(

@@ -129,10 +129,10 @@ def has_ended(request: Any, output_token_ids: Sequence[int]) -> bool:
         return True
     if not output_token_ids or params.ignore_eos:
         return False
-    return output_token_ids[-1] in _end_tokens(request)
+    return output_token_ids[-1] in _eos_token_ids(request)
 
 
-def _end_tokens(request: Any) -> set[int]:
+def _eos_token_ids(request: Any) -> set[int]:
     ends = {*(request.sampling_params.stop_token_ids or ()), *(request.eos_token_ids or ())}
     if request.tokenizer is not None:
         ends.add(request.tokenizer.eos_token_id)

@@ -11,7 +11,7 @@ from .refusal import logger
 
 
 def served_model(model_config: Any, arguments: Any) -> ModelView:
-    """Return the width of the logits, the end tokens, and the Hugging Face tokenizer.
+    """Return the width of the logits, the EOS tokens, and the Hugging Face tokenizer.
 
     Args:
         model_config: SGLang's `ModelConfig`.

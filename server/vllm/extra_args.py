@@ -94,7 +94,7 @@ def sampling_params(params: Any, uses: Sequence[ProcessorUse], eos_token_ids: fr
     Args:
         params: vLLM's `SamplingParams`.
         uses: the request's processors.
-        eos_token_ids: the model's end tokens.
+        eos_token_ids: the model's EOS tokens.
 
     Raises:
         ValueError: vLLM accepts a value that logitship does not; names it.

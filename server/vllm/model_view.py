@@ -11,7 +11,7 @@ from .log import logger
 
 
 def model_view(vllm_config: Any) -> ModelView:
-    """Return the width of the logits, the end tokens, and the Hugging Face tokenizer, from vLLM's configuration."""
+    """Return the width of the logits, the EOS tokens, and the Hugging Face tokenizer, from vLLM's configuration."""
     config = vllm_config.model_config
     tokenizer = None
     if not config.skip_tokenizer_init:

@@ -134,7 +134,7 @@ def track(record: Any, params: Any, live: list[int], eos_token_ids: frozenset[in
         record: the model runner's.
         params: vLLM's `SamplingParams`.
         live: vLLM's list of output tokens.
-        eos_token_ids: the model's end tokens.
+        eos_token_ids: the model's EOS tokens.
     """
     stops = set(params.stop_token_ids or ())
     ends_at = frozenset(stops if params.ignore_eos else stops | eos_token_ids)

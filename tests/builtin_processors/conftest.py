@@ -131,7 +131,7 @@ def zoo_models(zoo_recording: dict[str, Any]) -> dict[bool | None, ModelView]:
 
 @pytest.fixture(scope="session")
 def zoo_model(zoo_models: dict[bool | None, ModelView]) -> ModelView:
-    """The recording's model: a vocabulary of 48 tokens, and 2 as its end token."""
+    """The recording's model: a vocabulary of 48 tokens, and 2 as its EOS token."""
     return zoo_models[False]
 
 

@@ -67,9 +67,9 @@ def test_no_rows_is_a_noop() -> None:
 
 def test_accepts(zoo_model: ModelView) -> None:
     prepared = CiteFromPromptLogitsProcessor().prepare(None, zoo_model)
-    assert (prepared.boost_factor, prepared.conditional_boost_factor, prepared.end_token) == (1.0, 0.0, EOS)
+    assert (prepared.boost_factor, prepared.conditional_boost_factor, prepared.eos_token_id) == (1.0, 0.0, EOS)
     without = ModelView(VOCAB_SIZE, frozenset(), None)
-    assert CiteFromPromptLogitsProcessor().prepare({"boost_eos": False}, without).end_token is None
+    assert CiteFromPromptLogitsProcessor().prepare({"boost_eos": False}, without).eos_token_id is None
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_accepts(zoo_model: ModelView) -> None:
         ({"boost_factor": None}, "boost_factor: expected a number from -1e9 to 1e9, got None"),
         ({"boost_eos": 1}, "boost_eos: expected true or false, got 1"),
         ({"conditional_boost_factor": float("inf")}, "conditional_boost_factor: expected a number from -1e9 to 1e9"),
-        ({}, "boost_eos: the model has no end token"),
+        ({}, "boost_eos: the model has no EOS token"),
     ],
 )
 def test_refuses(params: dict[str, Any], message: str) -> None:

@@ -33,5 +33,5 @@ def test_refuses(zoo_model: ModelView) -> None:
         processor.prepare(None, zoo_model)
     with pytest.raises(ValueError, match=r"^phrase: expected a text of at least one token, got ''$"):
         processor.prepare({"phrase": ""}, zoo_model)
-    with pytest.raises(ValueError, match=r"^the model has no end token"):
+    with pytest.raises(ValueError, match=r"^the model has no EOS token"):
         processor.prepare({"phrase": "a"}, ModelView(48, frozenset(), zoo_model.tokenizer))

@@ -15,7 +15,7 @@ EOS, NEW_LINE = 2, 4
 
 
 def boost(params: dict[str, Any], prompt: list[int], output: list[int], model: ModelView, make_row: MakeRow) -> float:
-    """Return the boost of the end token."""
+    """Return the boost of the EOS token."""
     row = make_row(params, prompt, output, eos_token_ids=model.eos_token_ids, tokenizer=model.tokenizer)
     return float(GenLengthLogitsProcessor()(torch.zeros(1, 48), [row])[0, EOS])
 
@@ -28,7 +28,7 @@ def test_grows_with_the_output(zoo_model: ModelView, make_row: MakeRow) -> None:
 def test_the_first_step(zoo_model: ModelView, make_row: MakeRow) -> None:
     """The original's two variants differ here.
 
-    An end token in the prompt does not count, and a prompt may end within a sentence.
+    An EOS token in the prompt does not count, and a prompt may end within a sentence.
     """
     params: dict[str, Any] = {"boost_factor": 3.0, "p": 0}
     assert boost(params, [EOS, 20], [], zoo_model, make_row) == 3

@@ -101,7 +101,7 @@ def allowed(processor: GrammarProcessor, *rows: Row) -> list[set[int]]:
 
 
 def sample(processor: GrammarProcessor, row: Row, rng: random.Random, limit: int = 60) -> bool:
-    """Sample tokens until an end token. Long texts are steered to their end. Return whether there was one."""
+    """Sample tokens until an EOS token. Long texts are steered to their end. Return whether there was one."""
     for index in range(limit):
         (tokens,) = allowed(processor, row)
         assert tokens, row.text

@@ -36,7 +36,7 @@ def test_recorded_requests_without_processor() -> None:
 
 
 def test_default_is_the_models_end_tokens(make_row: MakeRow) -> None:
-    """End tokens in the prompt and removed end tokens do not count."""
+    """EOS tokens in the prompt and removed EOS tokens do not count."""
     state: dict[str, Any] = {}
     left = []
     for output in ([], [4], [4, 1], [4, 1, 3], [4, 1, 3, 0], [4, 1], [4, 1, 5]):
@@ -65,8 +65,8 @@ def test_prepare() -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({}, "^eos_token_ids: expected at least one end token, the model has none$"),
-        ({"eos_token_ids": []}, "^eos_token_ids: expected at least one end token, the list is empty$"),
+        ({}, "^eos_token_ids: expected at least one EOS token, the model has none$"),
+        ({"eos_token_ids": []}, "^eos_token_ids: expected at least one EOS token, the list is empty$"),
         ({"eos_token_ids": 2}, "^eos_token_ids: expected a list of token ids, got 2$"),
         ({"eos_token_ids": [6]}, r"^eos_token_ids: token id 6 is outside the vocabulary \(0 to 5\)$"),
     ],

@@ -26,7 +26,7 @@ MODEL = ModelView(12, frozenset({2}), None)
 
 LEFT_OUT = {
     "end_token_zero_quirk": "RTP-LLM takes the sequence for finished before its first token",
-    "all_candidates_out_of_vocab_masks_everything": "no token is allowed in RTP-LLM; here the end token is",
+    "all_candidates_out_of_vocab_masks_everything": "no token is allowed in RTP-LLM; here the EOS token is",
     "batch_mismatch_raises": "a check of RTP-LLM's own caller: here, the rows are those of the parameters",
 }
 """Recorded steps that differ here, and why."""

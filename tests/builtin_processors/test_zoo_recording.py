@@ -68,7 +68,7 @@ REFUSED = {
     "two_token_choice_lenient_uses_last": "choices: expected a text of one token, but '12' is 2 tokens",
     # QUIRK: 0 counts as no time at all.
     "trigger_time_zero_never_fires": "trigger_time: expected a number of seconds greater than 0, or null, got 0",
-    # QUIRK: a time before the start. The two variants disagree, on whether an end token in the prompt counts.
+    # QUIRK: a time before the start. The two variants disagree, on whether an EOS token in the prompt counts.
     "first_step_checks_whole_prompt": "max_time: expected a number of seconds, 0 or greater, got -1.0",
 }
 

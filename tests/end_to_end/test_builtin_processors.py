@@ -16,7 +16,7 @@ from logitship.server.model.default_model import default_model_folder
 from logitship.server.tokenizer import Tokenizer
 
 END = 2
-"""SmolLM2's end token."""
+"""SmolLM2's EOS token."""
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -44,7 +44,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def tree() -> dict[str, Any]:
-    """A tree of 10,000 leaves, three tokens deep, each followed by the end token."""
+    """A tree of 10,000 leaves, three tokens deep, each followed by the EOS token."""
     generator = random.Random(0)
     prefixes: dict[str, list[int]] = {}
     paths = ["225"]
@@ -72,7 +72,7 @@ def of_budget() -> dict[str, Any]:
 
 
 def check_path(output_ids: Sequence[int], tree: dict[str, Any]) -> None:
-    """Check that the output is a path from the root to the end token."""
+    """Check that the output is a path from the root to the EOS token."""
     assert output_ids[-1] == END
     path = "225"
     for token in output_ids:

@@ -272,7 +272,7 @@ def vllm_counter(url: str, name: str) -> float | None:
 
 
 def test_installed_by_name(client: Client) -> None:
-    """Use a tree with two paths from the start token 225 to the end token 2."""
+    """Use a tree with two paths from the start token 225 to the EOS token 2."""
     tree = {"prefix_dict": {"225": [300, 400], "225_300": [301], "225_400": [401]}, "end_token_id": 2}
     tokens = generate(client, tokens=2, processor=InstalledProcessor("tree"), params={"tree": tree})
     assert tokens in ([300, 301], [400, 401])

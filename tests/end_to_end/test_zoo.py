@@ -158,7 +158,7 @@ def test_trigger_phrase_after(answer: Answer) -> None:
 def test_max_time(variant: str, text: str, answers: dict[tuple[str, str], RequestOutput]) -> None:
     """The time is up at once.
 
-    In its first step, the Hugging Face variant mistakes the end token in a chat's prompt for a sampled one, and does
+    In its first step, the Hugging Face variant mistakes the EOS token in a chat's prompt for a sampled one, and does
     not force another.
     """
     (output,) = answers[variant, "time"].outputs

@@ -138,7 +138,7 @@ def _finite_advice(recording: Recording, fault: ProcessorFault) -> str:
     if "+inf" in fault.message:
         return "To force a token, forbid all others: set the row to -inf, and the token to 0."
     if "no token" in fault.message:
-        return "Leave at least one token, such as an end token of __req__.eos_token_ids."
+        return "Leave at least one token, such as an EOS token of __req__.eos_token_ids."
     return "Look for a division by zero, a logarithm of 0, or a sum of infinities."
 
 

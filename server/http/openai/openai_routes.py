@@ -167,7 +167,7 @@ class OpenAIResponseBuilder(ABC, Generic[Body]):
         self.request = request
         self.body = request.body
         self.tokenizer = engine.tokenizer
-        self._end_tokens = engine.model.eos_token_ids - frozenset(request.body.stop_token_ids)
+        self._own_eos_token_ids = engine.model.eos_token_ids - frozenset(request.body.stop_token_ids)
 
     @abstractmethod
     def response(self, continuations: list[Continuation]) -> OpenAIResponse:
@@ -204,8 +204,8 @@ class OpenAIResponseBuilder(ABC, Generic[Body]):
         if reason is None:
             return {"finish_reason": None, "stop_reason": None}
         assert reason.kind != "absent"
-        # vLLM's `stop_reason` names what the request asked to stop at; for the model's own end token it is null.
-        matched = None if reason.matched in self._end_tokens else reason.matched
+        # vLLM's `stop_reason` names what the request asked to stop at; for the model's own EOS token it is null.
+        matched = None if reason.matched in self._own_eos_token_ids else reason.matched
         ending: ChoiceEnding = {"finish_reason": reason.kind, "stop_reason": matched}
         if continuation.receipts:
             ending["receipts"] = receipt_objects(continuation.receipts)

@@ -143,7 +143,7 @@ def test_mask_has_a_bit_per_column(model: ModelView, tokenizer: Tokenizer) -> No
 
 
 def test_unsupported_models(tokenizer: Tokenizer) -> None:
-    with pytest.raises(ValueError, match="end token"):
+    with pytest.raises(ValueError, match="EOS token"):
         GrammarCompiler(ModelView(260, frozenset(), tokenizer.hf_tokenizer))
     with pytest.raises(ValueError, match="fast one"):
         GrammarCompiler(ModelView(260, frozenset({1}), object()))

@@ -10,8 +10,8 @@ from logitship.builtin_processors.params import ProcessorParams
 from logitship.builtin_processors.parts.text_tokens import (
     PhraseTokens,
     TokenOfText,
-    TokenOfTextOrEnd,
-    end_token,
+    TokenOfTextOrEos,
+    eos_token_id,
     sentence_ends,
 )
 from logitship.sampler.processors.request_view import ModelView
@@ -26,7 +26,7 @@ REFUSED = {
 
 class Params(ProcessorParams):
     token: TokenOfText = 0
-    or_end: TokenOfTextOrEnd = Field(default=None, validate_default=True)
+    or_end: TokenOfTextOrEos = Field(default=None, validate_default=True)
     phrase: PhraseTokens = ()
 
 
@@ -114,11 +114,11 @@ def test_without_a_tokenizer() -> None:
         token_of("a", ModelView(48, frozenset({2}), None))
 
 
-def test_end_token(zoo_model: ModelView) -> None:
+def test_eos_token(zoo_model: ModelView) -> None:
     assert Params.read({}, zoo_model).or_end == 2
-    assert end_token(ModelView(48, frozenset({1, 2, 5}), zoo_model.tokenizer)) == 2
-    assert end_token(ModelView(48, frozenset({7, 5}), zoo_model.tokenizer)) == 5
-    with pytest.raises(ValueError, match=r"^or_end: the model has no end token$"):
+    assert eos_token_id(ModelView(48, frozenset({1, 2, 5}), zoo_model.tokenizer)) == 2
+    assert eos_token_id(ModelView(48, frozenset({7, 5}), zoo_model.tokenizer)) == 5
+    with pytest.raises(ValueError, match=r"^or_end: the model has no EOS token$"):
         Params.read({}, ModelView(48, frozenset(), zoo_model.tokenizer))
 
 

@@ -42,7 +42,7 @@ def test_recorded(case: dict[str, Any], tmp_path: Path) -> None:
     assert len(tree) == len(expected["map"])
     for path, tokens in expected["map"].items():
         assert path in tree
-        # A path without candidates has the end token, see `test_token_tree.py`.
+        # A path without candidates has the EOS token, see `test_token_tree.py`.
         assert tree.candidates(Place(path)).tolist() == (tokens or [tree.end_token_id])
 
 
@@ -109,7 +109,7 @@ def test_file_that_is_not_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "warning"),
     [
-        ("{}", r"prefix_dict has no key '225', where every sequence starts: only the end token 2 can be sampled"),
+        ("{}", r"prefix_dict has no key '225', where every sequence starts: only the EOS token 2 can be sampled"),
         ('{"prefix_dict": {"225_1": [1]}}', "prefix_dict has no key '225', where every sequence starts"),
         ('{"prefix_dict": {"225": [1, -1, 3000000000]}}', "left out 2 token ids that are negative or above"),
     ],

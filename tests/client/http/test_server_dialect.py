@@ -262,7 +262,7 @@ def test_fault_token_raises_processor_fault(call: AnyClient, method: str, suffix
 
 
 def test_other_end_token_is_no_fault(call: AnyClient) -> None:
-    """Models may have several end tokens, and vLLM reports all but one of them as `stop_reason`."""
+    """Models may have several EOS tokens, and vLLM reports all but one of them as `stop_reason`."""
     server = FakeServer("vllm", stop_reason=OTHER_END_TOKEN)
     (answer,) = call(server, ("completions", "Hi", {"processor": SHIPPED}))
     assert answer.finish_reason.matched == OTHER_END_TOKEN

@@ -200,7 +200,7 @@ def _reference(
 
 
 def up_to_end_token(output: list[int]) -> list[int]:
-    """Remove the padding after the end token."""
+    """Remove the padding after the EOS token."""
     end = next((place for place, token in enumerate(output) if token in ENDS), len(output))
     return output[: end + 1]
 
@@ -576,7 +576,7 @@ def test_failed_step_ends_searches(make_engine: BuildEngine, monkeypatch: pytest
 
 
 def test_stop_strings(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
-    """The stop string is the most likely first token, so it acts like an end token."""
+    """The stop string is the most likely first token, so it acts like an EOS token."""
     search, stop, token = BeamSearch(3, 0.0), "N", 49
     expected = reference(loaded_model, [5, 6, 7, 8], search, 8, ends=frozenset({1, token}))
     engine = make_engine()
@@ -592,7 +592,7 @@ def test_stop_strings(make_engine: BuildEngine, loaded_model: LoadedModel) -> No
 
 
 def test_stop_regex(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
-    """The pattern matches with the most likely first token, so it acts like an end token."""
+    """The pattern matches with the most likely first token, so it acts like an EOS token."""
     search, pattern, token = BeamSearch(3, 0.0), "[N]", 49
     expected = reference(loaded_model, [5, 6, 7, 8], search, 8, ends=frozenset({1, token}))
     wanted: dict[str, Any] = {"search": search, "n": 3, "stop_regex": [pattern], "stop_token_ids": (), "max_tokens": 8}

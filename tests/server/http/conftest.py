@@ -119,7 +119,7 @@ def _logprobs(token_id: int, top: int | None) -> list[TokenLogprobs]:
 
 
 def emit_text(text: str) -> Script:
-    """Create a script with one token per chunk and an end token, within `max_tokens`, with all requested details."""
+    """Create a script with one token per chunk and an EOS token, within `max_tokens`, with all requested details."""
 
     def script(request: GenerationRequest) -> list[GenerationChunk]:
         params = request.sampling_params

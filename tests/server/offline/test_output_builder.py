@@ -59,7 +59,7 @@ def test_stop_reasons(llm: LLM) -> None:
         completion = quiet(llm, "hello", forced)[0].outputs[0]
         return completion.finish_reason, completion.stop_reason
 
-    assert ended_by(1) == ("stop", None)  # the model's own end token
+    assert ended_by(1) == ("stop", None)  # the model's own EOS token
     assert ended_by(1, stop_token_ids=[1]) == ("stop", 1)
     assert ended_by(50, stop_token_ids=[50]) == ("stop", 50)
     text = llm.get_tokenizer().decode([70])

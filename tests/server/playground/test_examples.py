@@ -128,7 +128,7 @@ def test_no_repeats(tiny_server: str) -> None:
 
 
 def test_length(tiny_server: str) -> None:
-    biased = {"logit_bias": {"1": 50, "50": 30}}  # favors the end token, and full stops
+    biased = {"logit_bias": {"1": 50, "50": 30}}  # favors the EOS token, and full stops
     short = answer(tiny_server, BY_ID["length"], custom_logit_processor=None, custom_params=None, **biased)
     assert short["usage"]["completion_tokens"] == 1
     answered = answer(tiny_server, BY_ID["length"], **biased)

@@ -170,7 +170,7 @@ class Runner:
 
 
 def model(record: Record) -> torch.Tensor:
-    """Logits that depend on the whole history, without the end token."""
+    """Logits that depend on the whole history, without the EOS token."""
     generator = torch.Generator().manual_seed(hash((record.req_id, *record.sampled)) % (1 << 31))
     logits = torch.randn(VOCAB_SIZE, generator=generator)
     logits[EOS] = -torch.inf
