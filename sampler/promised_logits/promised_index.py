@@ -58,9 +58,13 @@ class Cells:
         shape: shape of the result; its elements are the positions in order.
         is_view: True if PyTorch returns a view of them.
         maybe_equal: numbers of which one occurs twice if a position does; None if none does.
+
+    Attributes:
+        may_be_negative: False once no number of the index is known to be negative, which methods like `index_add_`
+            refuse.
     """
 
-    __slots__ = ("_maybe_equal", "is_view", "positions", "shape")
+    __slots__ = ("_maybe_equal", "is_view", "may_be_negative", "positions", "shape")
 
     def __init__(
         self, positions: Numbers, shape: tuple[int, ...], *, is_view: bool = False, maybe_equal: Numbers | None = None
@@ -68,6 +72,7 @@ class Cells:
         self.positions: Positions = positions.astype(np.uint32)
         self.shape = shape
         self.is_view = is_view
+        self.may_be_negative = True
         self._maybe_equal = maybe_equal
 
     @property

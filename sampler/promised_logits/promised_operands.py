@@ -45,7 +45,7 @@ def scalar_of(value: Any) -> float | None:
         if abs(value) > _EXACT_INT:
             return None
         number = float(value)
-    elif is_plain(value, torch.float32) and value.ndim == 0:
+    elif kind is torch.Tensor and value.ndim == 0 and is_plain(value, torch.float32):
         number = value.item()
     else:
         return None
@@ -58,13 +58,13 @@ def _is_certain(number: float) -> bool:
     return number == number  # a NaN with a payload would lose it
 
 
-def operand_of(value: Any, shape: tuple[int, ...]) -> float | torch.Tensor | None:
-    """Return a number, or float32 [elements of `shape`] if this can be broadcast to that shape."""
+def operand_of(value: Any, shape: tuple[int, ...]) -> Operand | None:
+    """Return a number, or a copy, float32 [elements of `shape`], if this can be broadcast to that shape."""
     number = scalar_of(value)
     if number is not None:
         return number
     spread = _broadcast(value, shape)
-    return None if spread is None else spread.reshape(-1)
+    return None if spread is None else spread.numpy().flatten()
 
 
 def constant_of(value: Any, shape: tuple[int, ...]) -> float | None:

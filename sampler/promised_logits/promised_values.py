@@ -335,10 +335,9 @@ class Values:
         if self.made is not None:
             return False
         step = operand_of(operand, self.shape)
-        if step is None or (isinstance(step, torch.Tensor) and not self._cells.is_unique):
+        if step is None or (isinstance(step, np.ndarray) and not self._cells.is_unique):
             return False
-        value = step.detach().numpy().copy() if isinstance(step, torch.Tensor) else step
-        self._arithmetic = (*self._arithmetic, (operator, value))
+        self._arithmetic = (*self._arithmetic, (operator, step))
         return True
 
     def fill_mask(self, mask: Any, value: Any) -> bool:
@@ -380,7 +379,7 @@ def put_cells(memory: Memory, cells: Cells, value: Any) -> bool:
     if isinstance(value, CellView):
         return value.memory is memory and value.is_same(cells)
     operand = operand_of(value, cells.shape)
-    if operand is None or (isinstance(operand, torch.Tensor) and not cells.is_unique):
+    if operand is None or (isinstance(operand, np.ndarray) and not cells.is_unique):
         return False
     memory.log.put(cells.positions, operand)
     memory.limit()

@@ -130,14 +130,13 @@ def _index_fill(state: State, args: tuple[Any, ...]) -> bool:
     if len(args) != 3 or scalar_of(args[2]) is None:
         return False
     index = _index_along(state, args[0], args[1])
-    return index is not None and state.put(index, args[2])
+    return index is not None and not _has_negative(args[1]) and state.put(index, args[2])
 
 
 def _index_copy(state: State, args: tuple[Any, ...]) -> bool:
     if len(args) != 3 or not is_plain(args[2], torch.float32):
         return False
-    index = _index_along(state, args[0], args[1])
-    cells = None if index is None else cells_of(state, index)
+    cells = _cells_along(state, args[0], args[1])
     if cells is None or args[2].shape != cells.shape:
         return False
     return put_cells(state.memory, cells, args[2])
@@ -146,18 +145,31 @@ def _index_copy(state: State, args: tuple[Any, ...]) -> bool:
 def _index_add(state: State, args: tuple[Any, ...]) -> bool:
     if len(args) != 3 or not is_plain(args[2], torch.float32):
         return False
-    index = _index_along(state, args[0], args[1])
-    return index is not None and _add_at(state, cells_of(state, index), args[2])
+    return _add_at(state, _cells_along(state, args[0], args[1]), args[2])
 
 
-def _index_along(state: State, dim: Any, index: Any) -> Any:
+def _index_along(state: State, dim: Any, numbers: Any) -> Any:
     """Return the index that selects numbers, int64 [n], along a dimension; None if it is not certain."""
-    if not is_plain(index, torch.int64) or index.ndim != 1 or type(dim) is not int:
+    if not is_plain(numbers, torch.int64) or numbers.ndim != 1 or type(dim) is not int:
         return None
     dims = len(state.shape)
-    if not -dims <= dim < dims or (index.numpy() < 0).any():
+    if not -dims <= dim < dims:
         return None
-    return index if dim % dims == 0 else (slice(None), index)
+    return numbers if dim % dims == 0 else (slice(None), numbers)
+
+
+def _cells_along(state: State, dim: Any, numbers: Any) -> Cells | None:
+    """Return the elements with these numbers, int64 [n], along a dimension; None if it is not certain."""
+    index = _index_along(state, dim, numbers)
+    cells = None if index is None else cells_of(state, index)
+    if cells is None or (cells.may_be_negative and _has_negative(numbers)):
+        return None
+    cells.may_be_negative = False
+    return cells
+
+
+def _has_negative(numbers: torch.Tensor) -> bool:
+    return bool((numbers.numpy() < 0).any())
 
 
 def _scatter(state: State, args: tuple[Any, ...]) -> bool:
@@ -221,8 +233,7 @@ def _index_select(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if len(args) != 3 or type(args[0]) is not PromisedLogits:
         return NotImplemented
     state = args[0].promised_state
-    index = _index_along(state, args[1], args[2])
-    cells = None if index is None else cells_of(state, index)
+    cells = _cells_along(state, args[1], args[2])
     return wrap(Values.saved(state.memory, cells)) if cells is not None else NotImplemented
 
 
@@ -325,14 +336,27 @@ def _select(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return NotImplemented if state is None else wrap(state)
 
 
+_ELEMENT = torch.empty(1)
+"""Has the dtype and the device of logits."""
+
+
 def _shaped_like(function: Callable[..., Any]) -> RecordOperation:
     """Return the recorder of a function that only uses the shape and the dtype of its first argument."""
 
     def record(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not args or not has_known_layout(args[0]):
             return NotImplemented
-        stand_in = torch.empty(args[0].shape, dtype=torch.float32, device="cpu")
-        return function(stand_in, *args[1:], **kwargs)
+        # It has no more memory, and what is made like an overlapping tensor is contiguous.
+        return function(_ELEMENT.expand(args[0].promised_state.shape), *args[1:], **kwargs)
+
+    return record
+
+
+def _of_same_type(function: Callable[..., Any]) -> RecordOperation:
+    """Return the recorder of a function that only uses the dtype and the device of its first argument."""
+
+    def record(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return function(_ELEMENT, *args[1:], **kwargs) if args and has_known_layout(args[0]) else NotImplemented
 
     return record
 
@@ -389,11 +413,11 @@ _RECORDED: dict[Callable[..., Any], RecordOperation] = {
     torch.full_like: _shaped_like(torch.full_like),
     torch.rand_like: _shaped_like(torch.rand_like),
     torch.randn_like: _shaped_like(torch.randn_like),
-    _T.new_zeros: _shaped_like(_T.new_zeros),
-    _T.new_ones: _shaped_like(_T.new_ones),
-    _T.new_empty: _shaped_like(_T.new_empty),
-    _T.new_full: _shaped_like(_T.new_full),
-    _T.new_tensor: _shaped_like(_T.new_tensor),
+    _T.new_zeros: _of_same_type(_T.new_zeros),
+    _T.new_ones: _of_same_type(_T.new_ones),
+    _T.new_empty: _of_same_type(_T.new_empty),
+    _T.new_full: _of_same_type(_T.new_full),
+    _T.new_tensor: _of_same_type(_T.new_tensor),
 }
 
 

@@ -159,6 +159,8 @@ RECORDED = [
     "l.index_fill_(0, torch.tensor([0, 2]), -inf)",
     "l.index_copy_(1, t, src)",
     "l.index_add_(1, t, src)",
+    "l[:, t] += 1; l.index_add_(1, t, src); l.index_add_(1, t, src)",
+    "l.index_select(1, t); l[:, ids] = l.index_select(1, t) + 1",
     "l.index_put_((torch.tensor([0]), torch.tensor([4])), torch.tensor(3.))",
     # nothing of the values
     "pass",
@@ -172,6 +174,10 @@ RECORDED = [
     "z = torch.zeros_like(l); z[0] = 1; l[0] = z[0]",
     "z = torch.full_like(l[0], -inf); z[ids] = 0; l[0] += z",
     "l[0] = l.new_full((V,), 2.)",
+    "l[0, ids] = l.new_full((), -inf)",
+    "for x in (l, l[0]): z = torch.empty_like(x); assert z.stride() == x.stride() and z.shape == x.shape",
+    "z = l[0].new_zeros(2, 3); assert z.is_contiguous() and z.dtype is torch.float32; l[0] += z[0, 0]",
+    "l[0, ids] = l.new_tensor([4.])",
     "torch.manual_seed(3); l[0] += torch.randn_like(l[0])",
     "l.note = 3; l[0, 1] = float(l.note)",
     "with torch.no_grad(): l[0] = 1",
@@ -242,6 +248,10 @@ RAISING = [
     "len(l[0, 0])",
     "l[0, ids] = torch.ones(3, dtype=torch.float64)",
     "l.fill_(vec)",
+    "i = torch.tensor([-1, 2, 3]); l[:, i] += 1; l.index_add_(1, i, src)",
+    "i = torch.tensor([-1, 2, 3]); l[:, i] = 0; l.index_copy_(1, i, src)",
+    "i = torch.tensor([-1, 2, 3]); l[:, i] = l.index_select(1, i)",
+    "l.index_fill_(1, torch.tensor([-1, 2]), 0.)",
 ]
 
 
