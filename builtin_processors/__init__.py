@@ -12,7 +12,7 @@ from .multiple_choice import MultipleChoiceLogitsProcessor
 from .no_repeat_ngram import DeepseekOCRNoRepeatNGramLogitProcessor
 from .prevent_hallucination import PreventHallucinationLogitsProcessor
 from .registry import Registry, installed_processors
-from .sglang_names import SGLANG_NAMES, installed_by_reference
+from .sglang_names import INSTALLED_BY_REFERENCE, SGLANG_NAMES
 from .think_mode import StrictThinkModeLogitsProcessor, ThinkModeLogitsProcessor
 from .thinking_budget import (
     DeepSeekR1ThinkingBudgetLogitProcessor,
@@ -25,6 +25,7 @@ from .tree import TreeLogitsProcessor
 from .trigger_phrase import TriggerPhraseLogitsProcessor
 
 __all__ = [
+    "INSTALLED_BY_REFERENCE",
     "SGLANG_NAMES",
     "CiteFromPromptLogitsProcessor",
     "DeepSeekR1ThinkingBudgetLogitProcessor",
@@ -47,6 +48,5 @@ __all__ = [
     "TokenizerThinkingBudgetLogitProcessor",
     "TreeLogitsProcessor",
     "TriggerPhraseLogitsProcessor",
-    "installed_by_reference",
     "installed_processors",
 ]

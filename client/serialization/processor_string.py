@@ -39,6 +39,19 @@ MAX_ARTIFACTS = 100
 
 DIGEST_PATTERN = re.compile(r"sha256:[0-9a-f]{64}")
 
+# A pickle that consists of one global reference. Regular expressions, because `pickletools` is unsafe: ten bytes that
+# declare a bytearray of 8 GiB make it allocate 8 GiB.
+_BY_STACK_GLOBAL = re.compile(  # protocols 4 and 5: (length, module), (length, name)
+    rb"\x80[\x04\x05] (?:\x95.{8})?"  # PROTO, FRAME
+    rb"\x8c(.)([\w.]+)\x94? \x8c(.)(\w+)\x94?"  # SHORT_BINUNICODE, MEMOIZE; twice
+    rb"\x93\x94?\.",  # STACK_GLOBAL, MEMOIZE, STOP
+    re.DOTALL | re.VERBOSE,
+)
+_BY_GLOBAL = re.compile(  # protocols 0 to 3: module, name
+    rb"(?:\x80[\x02\x03])? c([\w.]+)\n(\w+)\n (?:q.|p\d+\n)?\.",  # PROTO, GLOBAL, BINPUT or PUT, STOP
+    re.DOTALL | re.VERBOSE,
+)
+
 
 def _digest(*parts: bytes) -> str:
     sha = hashlib.sha256()
@@ -145,6 +158,19 @@ class PickledProcessor:
     def digest(self) -> str:
         """`sha256:` of the pickle alone: the rest of the string is only a description."""
         return f"sha256:{hashlib.sha256(self.payload).hexdigest()}"
+
+    @property
+    def reference(self) -> tuple[str, str] | None:
+        """(module, class name) if the pickle only refers to a class, and contains no code; None if it contains more."""
+        if match := _BY_STACK_GLOBAL.fullmatch(self.payload):
+            module_length, module, name_length, name = match.groups()
+            if module_length[0] != len(module) or name_length[0] != len(name):
+                return None
+        elif match := _BY_GLOBAL.fullmatch(self.payload):
+            module, name = match.groups()
+        else:
+            return None
+        return module.decode("ascii"), name.decode("ascii")
 
     @property
     def runnable(self) -> PickledProcessor | SourceProcessor:

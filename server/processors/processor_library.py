@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from inspect import isabstract
 from typing import Any
 
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.builtin_processors.registry import Registry
-from logitship.builtin_processors.sglang_names import installed_by_reference
+from logitship.builtin_processors.sglang_names import INSTALLED_BY_REFERENCE
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization.artifact import bytes_of
@@ -279,7 +278,7 @@ class ProcessorLoader:
             )
 
     def _check_artifacts(self, string: Runnable, tenant: str) -> None:
-        """Refuse a string with an artifact that is not here. Only a server that clients upload to has any."""
+        """Refuse a string with a missing artifact. Only a server that clients upload to has any."""
         bytes_of(string.artifacts)
 
     def _installed_processor(self, name: str) -> LoadedProcessor:
@@ -304,9 +303,8 @@ class ProcessorLoader:
         if isinstance(string, InstalledProcessor):
             return string.name
         if isinstance(string, PickledProcessor):
-            cls = installed_by_reference(string.payload)
-            if cls is not None and issubclass(cls, BuiltinProcessor) and not isabstract(cls):
-                return cls.name
+            cls = INSTALLED_BY_REFERENCE.get(string.reference)
+            return None if cls is None else cls.name
         return None
 
 

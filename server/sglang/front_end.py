@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from logitship.builtin_processors.sglang_names import installed_by_reference
+from logitship.builtin_processors.sglang_names import INSTALLED_BY_REFERENCE
 from logitship.client.http.sglang_handshake import PROBE, SglangPlugin
 from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor
 from logitship.sampler.processors.request_view import ModelView
@@ -117,4 +117,4 @@ def _ships_code(request: ProcessorRequest) -> bool:
     string = request.string
     if isinstance(string, InstalledProcessor):
         return False
-    return not (isinstance(string, PickledProcessor) and installed_by_reference(string.payload))
+    return not (isinstance(string, PickledProcessor) and string.reference in INSTALLED_BY_REFERENCE)

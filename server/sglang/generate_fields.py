@@ -13,7 +13,7 @@ from typing import Any
 import orjson
 
 from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
-from logitship.builtin_processors.sglang_names import installed_by_reference
+from logitship.builtin_processors.sglang_names import INSTALLED_BY_REFERENCE
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor, parse
 from logitship.sampler.processors.processor_groups import ProcessorUse
@@ -160,7 +160,7 @@ def only_forbids(string: str) -> bool:
     except (ValueError, ProcessorLoadError):
         return False
     if isinstance(parsed, PickledProcessor):
-        return installed_by_reference(parsed.payload) is DisallowedTokensLogitsProcessor
+        return INSTALLED_BY_REFERENCE.get(parsed.reference) is DisallowedTokensLogitsProcessor
     return parsed == InstalledProcessor(DisallowedTokensLogitsProcessor.name)
 
 

@@ -16,16 +16,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from logitship.builtin_processors import (
+    INSTALLED_BY_REFERENCE,
     SGLANG_NAMES,
     DisallowedTokensLogitsProcessor,
     ThinkingBudgetLogitProcessor,
-    installed_by_reference,
     installed_processors,
 )
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization import processor_string
 from logitship.client.serialization.loading import load_class
+from logitship.client.serialization.processor_string import PickledProcessor
 from logitship.client.serialization.shipped_names import SGLANG_MODULE
 
 STRINGS: dict[str, str] = json.loads(
@@ -35,6 +36,12 @@ INSTALLED = [
     processor for name in installed_processors() if "_pickles_as" in vars(processor := installed_processors().get(name))
 ]
 """Classes that SGLang has too."""
+
+
+def installed_by_reference(payload: bytes) -> type[BuiltinProcessor] | None:
+    return INSTALLED_BY_REFERENCE.get(PickledProcessor(payload).reference)
+
+
 REFERENCE = bytes.fromhex(json.loads(STRINGS["DisallowedTokensLogitsProcessor"])["callable"])
 
 
@@ -78,8 +85,8 @@ def test_subclass_is_serialized_by_value() -> None:
         NEW_LINE_TOKEN_ID = 3
 
     string = processor_string.parse(OtherModel.to_str())
-    assert isinstance(string, processor_string.PickledProcessor)
-    assert installed_by_reference(string.payload) is None
+    assert isinstance(string, PickledProcessor)
+    assert string.reference is None
     operations = list(pickletools.genops(string.payload))
     assert "ThinkingBudgetLogitProcessor" in [argument for _, argument, _ in operations]
 
@@ -113,7 +120,7 @@ def test_every_pickler_and_protocol(
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_other_references_are_refused(sglang_class: Callable[[str, str], type], protocol: int) -> None:
+def test_other_references_are_to_no_installed_class(sglang_class: Callable[[str, str], type], protocol: int) -> None:
     for module, name in [
         (SGLANG_MODULE, "Unknown"),
         (SGLANG_MODULE, "CustomLogitProcessor"),
@@ -141,7 +148,7 @@ def test_other_references_are_refused(sglang_class: Callable[[str, str], type], 
         pickle.dumps([1, 2, 3]),
     ],
 )
-def test_extra_bytes_are_refused(payload: bytes) -> None:
+def test_extra_bytes_are_no_reference(payload: bytes) -> None:
     assert installed_by_reference(payload) is None
 
 
@@ -158,7 +165,7 @@ def test_declared_lengths_are_not_allocated() -> None:
 
 @given(st.binary(max_size=200))
 @example(b"\x80\x04\x8c\x00\x8c\x00\x93.")
-def test_arbitrary_bytes_are_refused(payload: bytes) -> None:
+def test_arbitrary_bytes_are_no_reference(payload: bytes) -> None:
     assert installed_by_reference(payload) is None
 
 
