@@ -149,7 +149,7 @@ class ToolCallParser:
         self._opened = self._buffer = ""
         if self._read in (self._read_arguments, self._read_rest) or not rest:
             return []
-        if self.num_calls and not rest.strip():
+        if self.num_calls and rest.strip() in ("", self._format.separator):
             return []
         return [rest]
 
@@ -243,12 +243,15 @@ class ToolCallParser:
             call = json.loads(text)
         except (ValueError, RecursionError):
             return None
-        if not isinstance(call, dict) or call.get("name") not in self._names:
+        name = call.get("name") if isinstance(call, dict) else None
+        if not isinstance(name, str) or name not in self._names:
             return None
         arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):
-            return call["name"], arguments
-        return call["name"], json.dumps({} if arguments is None else arguments, ensure_ascii=False)
+            return (name, arguments) if _is_encodable(arguments) else None
+        arguments = {} if arguments is None else arguments
+        text = json.dumps(arguments, ensure_ascii=False)
+        return name, text if _is_encodable(text) else json.dumps(arguments)
 
     def _read_arguments(self) -> OutputPart | None:
         """Read arguments as they come."""
@@ -273,7 +276,7 @@ class ToolCallParser:
         buffer = self._buffer.lstrip()
         closes, separator = self._format.closes, self._format.separator
         if separator and buffer.startswith(separator):
-            self._buffer = buffer.removeprefix(separator)
+            self._opened, self._buffer = separator, buffer.removeprefix(separator)
             self._start_call()
         elif closes and buffer.startswith(closes):
             self._buffer = buffer.removeprefix(closes)
@@ -296,3 +299,12 @@ def _name(quoted: str) -> str | None:
     except ValueError:
         return None
     return name
+
+
+def _is_encodable(text: str) -> bool:
+    """Return False if a text contains an unpaired surrogate, which a model can write as an escape in JSON."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -87,14 +87,14 @@ def tool_use_of(engine: AsyncEngine, body: ChatCompletionRequest) -> ToolUse | N
     choice = "named" if isinstance(body.tool_choice, NamedToolChoice) else str(body.tool_choice)
     if choice == "auto" and not engine.tokenizer.template_uses("tools"):
         raise BadRequest(
-            'tools: the chat template of this model does not show them to it; with tool_choice "required" or the name '
-            "of a function, its answer is constrained to calls all the same",
+            'tools: the chat template of this model does not support tools; set tool_choice to "required" or the name '
+            "of a function to constrain the output to calls",
             param="tools",
         )
     if choice == "auto" and known is None:
         raise BadRequest(
-            "tools: it is not known how this model writes calls: start the server with --tool-call-parser, or set "
-            'tool_choice to "required" or the name of a function',
+            "tools: the format in which this model writes calls is unknown: start the server with --tool-call-parser, "
+            'or set tool_choice to "required" or the name of a function',
             param="tools",
         )
     if (other := constraint_of(body)) is not None:

@@ -18,7 +18,7 @@ from logitship.server.http.openai.tool_calls import (
     ToolFormat,
 )
 
-NAMES = ("weather", 'q"uote', "add")
+NAMES = frozenset({"weather", 'q"uote', "add"})
 WEATHER = '{"name": "weather", "arguments": {"city": "Par}is \\" {"}}'
 REVERSED = '{"arguments": {"city": 1}, "name": "weather"}'
 UNKNOWN = '{"name": "other", "arguments": {}}'
@@ -68,6 +68,16 @@ HERMES_CASES = {
     '<tool_call>{"name": "q\\"uote", "arguments": {}}</tool_call>': ("", [('q"uote', "{}")]),
     '<tool_call>{"name": "add"}</tool_call>': ("", [("add", "{}")]),
     f"<tool_call>{WEATHER}": ("", [CITY]),
+    '<tool_call>{"name": {}}</tool_call>': ('<tool_call>{"name": {}}</tool_call>', []),
+    '<tool_call>{"name": ["add"]}</tool_call>': ('<tool_call>{"name": ["add"]}</tool_call>', []),
+    '<tool_call>{"arguments": {"é": "\\ud800"}, "name": "add"}</tool_call>': (
+        "",
+        [("add", '{"\\u00e9": "\\ud800"}')],
+    ),
+    '<tool_call>{"name": "add", "arguments": "\\ud800"}</tool_call>': (
+        '<tool_call>{"name": "add", "arguments": "\\ud800"}</tool_call>',
+        [],
+    ),
     "<tool_call>\n": ("<tool_call>\n", []),
     "": ("", []),
 }
@@ -81,10 +91,13 @@ LLAMA_CASES = {
     "<|python_tag|>print(1)": ("<|python_tag|>print(1)", []),
     '{"a": 1} is JSON': ('{"a": 1} is JSON', []),
     f"{LLAMA_WEATHER} is what I call": ("is what I call", [CITY]),
+    f"{LLAMA_WEATHER}; {UNKNOWN}": (f"; {UNKNOWN}", [CITY]),
+    f"{LLAMA_WEATHER}; ": ("", [CITY]),
 }
 ARRAY_CASES = {
     f"[{LLAMA_WEATHER}]": ("", [CITY]),
     f"[{LLAMA_WEATHER}, {LLAMA_WEATHER} ]": ("", [CITY, CITY]),
+    f"[{LLAMA_WEATHER}, 1]": (", 1]", [CITY]),
 }
 CASES = [
     (format, text, expected)

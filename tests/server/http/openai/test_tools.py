@@ -175,7 +175,7 @@ def test_templates_without_tools(make_client: Any, make_long_engine: Any, text_s
     [choice] = client.ok(PATH, chat(tool_choice="required"))["choices"]
     assert choice["message"]["tool_calls"][0]["function"]["name"] == "weather"
     error = client.post(PATH, chat()).json()["error"]
-    assert (error["param"], "does not show them" in error["message"]) == ("tools", True)
+    assert (error["param"], "does not support tools" in error["message"]) == ("tools", True)
     engine.tokenizer.template_uses = lambda variable: True
     engine.tokenizer.template_contains = lambda text: False
     error = client.post(PATH, chat()).json()["error"]
