@@ -104,7 +104,11 @@ def _serve_on(sockets: list[socket.socket], config: ServerConfig) -> int:
         engine = build_engine(config)
         server = HTTPServer(engine, ShutdownWatchdog(config.shutdown_timeout))
         engine.take_over_garbage_collection()
-    server.run(sockets)
+    try:
+        server.run(sockets)
+    except StartError:
+        engine.stop()
+        raise
     return 0 if server.started else 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -19,7 +20,7 @@ from logitship.server.http.app import create_app
 from logitship.server.http.receiving import head_timeout_protocol
 
 from .config import ServerConfig
-from .listening import base_url
+from .listening import base_url, port_in_use
 from .shutdown_watchdog import ShutdownWatchdog
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ class HTTPServer(uvicorn.Server):
     def __init__(self, engine: AsyncEngine, watchdog: ShutdownWatchdog | None = None) -> None:
         config = engine.config
         app = create_app(engine)
-        # Each takes some tenths of a second, in which it would stop all requests later.
+        # Computed now: each takes some tenths of a second, in which the event loop would be blocked later.
         app.openapi()
         _ = engine.tokenizer.longest_token
         super().__init__(
@@ -77,6 +78,7 @@ class HTTPServer(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve until a signal, or `request_exit`."""
+        self._loop = asyncio.get_running_loop()  # signals may come before `startup`
         if self._watchdog is not None:
             self._watchdog.watch_signals()
         try:
@@ -86,9 +88,17 @@ class HTTPServer(uvicorn.Server):
                 self._watchdog.server_ended()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the sockets."""
-        self._loop = asyncio.get_running_loop()
-        await super().startup(sockets)
+        """Open the sockets.
+
+        Raises:
+            StartError: another process began to listen on the port meanwhile.
+        """
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE and sockets is not None:
+                raise port_in_use(sockets[0].getsockname()[1]) from error
+            raise
         if sockets is not None:
             self._log_started_message(sockets)
         self.ready.set()
@@ -155,7 +165,7 @@ def running_server(config: ServerConfig, engine: AsyncEngine | None = None) -> I
             engine.stop()
             raise RuntimeError(f"the server did not start on {config.host}:{config.port}")
     try:
-        yield f"http://{config.host}:{server.bound_port}"
+        yield base_url(config.host, server.bound_port)
     finally:
         server.request_exit()
         thread.join()

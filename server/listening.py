@@ -16,12 +16,12 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
         port: 0: any free one.
 
     Raises:
-        StartError: says how to start the server all the same.
+        StartError: the address cannot be used; says why.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
-        raise StartError(f"--host {host}: this is no address of this machine ({error.strerror})") from error
+        raise StartError(f"--host {host}: the name cannot be resolved ({error.strerror})") from error
     sockets: list[socket.socket] = []
     try:
         for family, kind, protocol, _, address in dict.fromkeys(found):
@@ -36,15 +36,19 @@ def open_sockets(host: str, port: int) -> list[socket.socket]:
         for opened in sockets:
             opened.close()
         if error.errno == errno.EADDRINUSE:
-            reason = f"--port {port}: something else listens on it; end that, or choose another port (0: any free one)"
-        else:
-            reason = f"cannot listen on {host}:{port}: {error.strerror}"
-        raise StartError(reason) from error
+            raise port_in_use(port) from error
+        raise StartError(f"cannot listen on {host}:{port}: {error.strerror}") from error
     return sockets
 
 
+def port_in_use(port: int) -> StartError:
+    """Return the error for a port on which another process listens."""
+    return StartError(
+        f"--port {port}: already in use: end the process that listens on it, or choose another port (0: any free one)"
+    )
+
+
 def base_url(host: str, port: int) -> str:
-    """Return the URL of a server as its own machine reaches it."""
-    if host in ("0.0.0.0", "::"):
-        host = "127.0.0.1"
+    """Return the URL of a server for clients on its own machine."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

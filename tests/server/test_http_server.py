@@ -26,6 +26,7 @@ from logitship.server.http.receiving import SHORT_TEXT
 from logitship.server.http_server import HTTPServer
 from logitship.server.listening import open_sockets
 from logitship.server.model.model_loader import LoadedModel
+from logitship.server.refusals import StartError
 
 DEADLINE = 120.0
 LOGITSHIP = str(Path(sysconfig.get_path("scripts"), "logitship"))
@@ -267,7 +268,7 @@ def test_port_in_use(serve: Callable[..., Serving], model_folder: Path) -> None:
         [*command, "--device", "cpu"], capture_output=True, text=True, timeout=DEADLINE, check=False
     )
     assert second.returncode != 0
-    assert f"--port {port}: something else listens on it" in second.stderr
+    assert f"--port {port}: already in use" in second.stderr
     assert "loading the model" not in second.stderr
 
 
@@ -292,6 +293,31 @@ def test_urls_of_the_page_and_of_the_api_are_logged(
         finally:
             server.request_exit()
             thread.join()
+
+
+def test_port_is_taken_before_the_server_listens(make_engine: Callable[..., AsyncEngine]) -> None:
+    """Both may bind the port, as long as neither listens."""
+    (ours,) = open_sockets("127.0.0.1", 0)
+    port = ours.getsockname()[1]
+    (others,) = open_sockets("127.0.0.1", port)
+    with ours, others:
+        others.listen()
+        with pytest.raises(StartError, match=f"^--port {port}: already in use"):
+            HTTPServer(make_engine()).run([ours])
+
+
+def test_signal_before_the_server_listens(make_engine: Callable[..., AsyncEngine]) -> None:
+    server = HTTPServer(make_engine())
+    startup = server.startup
+
+    async def interrupted(sockets: list[socket.socket] | None = None) -> None:
+        server.handle_exit(signal.SIGINT, None)
+        await startup(sockets)
+
+    with (opened := open_sockets("127.0.0.1", 0)[0]), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "startup", interrupted)
+        server.run([opened])
+    assert server.should_exit
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from logitship.server.refusals import StartError
 def test_port_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(StartError, match=f"^--port {port}: something else listens on it; .*0: any free one"):
+        with pytest.raises(StartError, match=f"^--port {port}: already in use: .*0: any free one"):
             open_sockets("127.0.0.1", port)
 
 
@@ -32,7 +32,13 @@ def test_addresses_of_other_machines() -> None:
 
 @pytest.mark.parametrize(
     ("host", "url"),
-    [("127.0.0.1", "http://127.0.0.1:1"), ("0.0.0.0", "http://127.0.0.1:1"), ("::1", "http://[::1]:1")],
+    [
+        ("127.0.0.1", "http://127.0.0.1:1"),
+        ("0.0.0.0", "http://127.0.0.1:1"),
+        ("::1", "http://[::1]:1"),
+        ("::", "http://[::1]:1"),
+        ("localhost", "http://localhost:1"),
+    ],
 )
 def test_url(host: str, url: str) -> None:
     assert base_url(host, 1) == url
