@@ -1,6 +1,6 @@
 """Dry run: calls to a processor in this process, where its exceptions, attributes and lines can be inspected.
 
-The verdicts come from the sandbox. The dry run only explains them, and starts after no call hung in the sandbox. It
+The verdicts come from the sandbox. The dry run only explains them, and starts only if no call hung in a sandbox. It
 uses a deserialized copy of the class, so that the author's own class keeps its attributes.
 """
 
@@ -128,6 +128,8 @@ class DryRun:
         for step in range(min((recording.steps for recording in recordings), default=0)):
             try:
                 result = self.call(members, torch.stack([recording.inputs[step] for recording in recordings]))
+            except KeyboardInterrupt:
+                raise
             except BaseException as error:  # noqa: BLE001  # boundary: author code
                 facts.error = CallError(error_text(error), author_traceback(error))
                 break

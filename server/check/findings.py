@@ -59,18 +59,21 @@ def killed_result(name: str, situation: str, recordings: Sequence[Recording], mi
     """
     fault = mismatch.fault
     assert fault is not None
-    rows = len(mismatch.call)
-    advice = _ALL_ROWS if rows > 1 and fault.kind == "deadline" else FAULT_ADVICE.get(fault.kind, "")
     finding = Finding(
         name,
         Severity.ERROR,
         f"{situation}: {describe(recordings, mismatch)}",
-        advice,
+        advice_for(fault, len(mismatch.call)),
         details(recordings, mismatch),
         fault.traceback,
     )
     summary = _KILLED_SUMMARIES.get(fault.kind, "its process ended")
     return result(name, f"{summary}, so no logits could be compared", [finding])
+
+
+def advice_for(fault: ProcessorFault, rows: int) -> str:
+    """Return the advice for the author after a call with this many rows failed; "" if there is none."""
+    return _ALL_ROWS if rows > 1 and fault.kind == "deadline" else FAULT_ADVICE.get(fault.kind, "")
 
 
 def describe(recordings: Sequence[Recording], mismatch: Mismatch) -> str:

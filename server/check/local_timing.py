@@ -53,10 +53,12 @@ def median_seconds(
             call_started = time.perf_counter()
             try:
                 output = dry_run.call(members, given)
+                seconds.append(time.perf_counter() - call_started)
+                append_tokens(members, output)
+            except KeyboardInterrupt:
+                raise
             except BaseException:  # noqa: BLE001  # boundary: author code
                 return None
-            seconds.append(time.perf_counter() - call_started)
-            append_tokens(members, output)
     return statistics.median(seconds[WARM_UP:])
 
 

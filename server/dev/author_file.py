@@ -47,7 +47,7 @@ class AuthorFile:
             UsageError: there is no such file or class, or the file cannot be imported; the cause is the author's error.
         """
         self._evict_modules()
-        # Before the import: what is saved meanwhile is for the next run. Files that an import error left out stay.
+        # Before the import: a save during it triggers another run. Earlier files stay: an import error may hide them.
         self._states = {path: _state(path) for path in [self.path, *self._data_files, *self._states]}
         try:
             return import_class(self.target)

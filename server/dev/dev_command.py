@@ -13,8 +13,9 @@ from logitship.server.config import DEFAULT_MODEL, ServerConfig
 from logitship.server.refusals import StartError
 
 OK, FAILED, NOT_STARTED = 0, 1, 2
-"""Exit statuses: ended by Ctrl-C, or with `--once` an answer; no answer; an argument is wrong."""
+"""Exit statuses: success; `--once` without an answer; an argument is wrong, or the model cannot be loaded."""
 _INTERRUPTED = 130
+"""Exit status after Ctrl-C, with `--once` or while the author's code runs."""
 
 DEFAULT_PROMPT = "Name the seasons."
 
@@ -110,6 +111,7 @@ def _run(options: dict[str, Any]) -> int:
             else:
                 session.run_on_every_save(wait_for_change)
     except KeyboardInterrupt:
+        status = _INTERRUPTED if options["once"] else OK
         where = authors_position(file.paths)
         _write("" if where is None else f"\ninterrupted at {where}")
     finally:

@@ -15,7 +15,7 @@ _SETTLED = 50
 
 
 def wait_for_change(paths: Iterable[Path], has_changed: Callable[[], bool]) -> None:
-    """Return when `has_changed()`, which is asked each time something changes in the folders of the files.
+    """Wait until `has_changed()` returns True. It is called after each change in the folders of the files.
 
     Folders, because many editors replace a file instead of writing to it.
 

@@ -15,7 +15,7 @@ from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import PickledProcessor
 from logitship.server.check.dry_run import DryRun
 from logitship.server.check.environment import CheckEnvironment, FreshProcessor
-from logitship.server.check.findings import result
+from logitship.server.check.findings import advice_for, result
 from logitship.server.check.line_profiler import measure_lines
 from logitship.server.check.local_timing import MAX_CALLS, MIN_CALLS, SECONDS, WARM_UP, median_seconds
 from logitship.server.check.replay import Recording
@@ -32,7 +32,7 @@ _FAILS_AS_BATCH = "it raises an exception for these rows in one batch, and for n
 _HISTORY_LENGTHS = (32, 2048)
 """Output tokens of the two calls that are compared."""
 COSTLY_HISTORY = 50.0
-"""Microseconds per row."""
+"""Additional microseconds per row with the long history above which it is a warning."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def check_speed(
             try:
                 total = _median_call(processor, recordings, base[:rows])
             except ProcessorFault as fault:
-                findings.append(_too_slow(rows, fault))
+                findings.append(_failed_call(rows, fault))
                 break
             own = None if dry_run is None else median_seconds(dry_run, recordings, base[:rows])
             timings.append(BatchTiming(rows, _per_row(total, rows), None if own is None else _per_row(own, rows)))
@@ -71,7 +71,7 @@ def check_speed(
         findings += _history_findings(dry_run, recordings, base[:_FEW_ROWS])
         lines = measure_lines(cls, dry_run, recordings, base[:_FEW_ROWS])
     loops = [(loop, _tested_rewrite(loop, dry_run, recordings)) for loop in find_row_loops(cls)]
-    findings += _verdicts(timings, loops)
+    findings += _timing_findings(timings, loops)
     return SpeedMeasurements(result("speed", _summary(timings) + overlap, findings), timings, lines)
 
 
@@ -121,17 +121,17 @@ def _history_findings(dry_run: DryRun, recordings: Sequence[Recording], logits: 
         return []
     seen = f"a step takes longer as the output grows: {short:,.0f} µs per row at {few} tokens, {long:,.0f} at {many:,}"
     advice = "Read only the new tokens: keep the result and your position in __req__.state."
-    facts = {f"microseconds_a_row_at_{few}": short, f"microseconds_a_row_at_{many}": long}
+    facts = {f"microseconds_per_row_at_{few}": short, f"microseconds_per_row_at_{many}": long}
     return [Finding("speed", Severity.WARNING, seen, advice, facts)]
 
 
-def _too_slow(rows: int, fault: ProcessorFault) -> Finding:
+def _failed_call(rows: int, fault: ProcessorFault) -> Finding:
     seen = f"a call with {rows} rows fails: {fault.message}"
-    advice = "A server calls the processor once for all rows that use it: work on all rows at once."
-    return Finding("speed", Severity.ERROR, seen, advice, {"rows": rows, "fault": fault.kind}, fault.traceback)
+    facts = {"rows": rows, "fault": fault.kind}
+    return Finding("speed", Severity.ERROR, seen, advice_for(fault, rows), facts, fault.traceback)
 
 
-def _verdicts(timings: Sequence[BatchTiming], loops: Sequence[tuple[RowLoop, str]]) -> list[Finding]:
+def _timing_findings(timings: Sequence[BatchTiming], loops: Sequence[tuple[RowLoop, str]]) -> list[Finding]:
     if not timings:
         return []
     largest = timings[-1]
@@ -141,7 +141,7 @@ def _verdicts(timings: Sequence[BatchTiming], loops: Sequence[tuple[RowLoop, str
         step = own * largest.rows / 1e3
         seen = f"{own:,.0f} µs per row: with {largest.rows} rows, it adds {step:,.1f} ms to each token"
         advice = "See the slowest lines. Keep what does not change from step to step in __req__.state or on self."
-        findings.append(Finding("speed", Severity.WARNING, seen, advice, {"microseconds_a_row": own}))
+        findings.append(Finding("speed", Severity.WARNING, seen, advice, {"microseconds_per_row": own}))
     for loop, rewrite in loops:
         severity = Severity.WARNING if own >= COSTLY_LOOP else Severity.NOTE
         seen = f"it loops over rows: {loop.location}\n    {loop.text}"
@@ -151,7 +151,7 @@ def _verdicts(timings: Sequence[BatchTiming], loops: Sequence[tuple[RowLoop, str
 
 
 def _tested_rewrite(loop: RowLoop, dry_run: DryRun | None, recordings: Sequence[Recording]) -> str:
-    """Return code that does the same as a loop with one write, and was run to prove it; "" if there is none."""
+    """Return a rewrite of a loop with one write, which was run and gave the same logits; "" if there is none."""
     if dry_run is None:
         return ""
     try:
@@ -159,11 +159,15 @@ def _tested_rewrite(loop: RowLoop, dry_run: DryRun | None, recordings: Sequence[
         if equal_logits(expected, dry_run.inputs(recordings)):
             return ""  # the write was not reached
         variables = {"torch": torch, **type(dry_run.processor).__call__.__globals__}
+    except KeyboardInterrupt:
+        raise
     except BaseException:  # noqa: BLE001  # boundary: author code
         return ""
     for rewrite in candidates(loop.code):
         try:
             found = dry_run.outputs(recordings, rewritten_call(loop.code, rewrite, variables))
+        except KeyboardInterrupt:
+            raise
         except BaseException:  # noqa: BLE001  # boundary: author code
             continue
         if equal_logits(expected, found):
@@ -172,7 +176,7 @@ def _tested_rewrite(loop: RowLoop, dry_run: DryRun | None, recordings: Sequence[
 
 
 def _overlap(processor: FreshProcessor) -> str:
-    """Return whether calls can begin before their logits exist, as the end of the summary; "" if it is not known."""
+    """Return the end of the summary: whether calls can begin before their logits exist; "" if it is not known."""
     reads = processor.reads
     if processor.dense_reason:
         return f"; it runs after the model: {processor.dense_reason}"

@@ -149,6 +149,14 @@ def test_ctrl_c_while_waiting_ends_quietly(
     assert printed.err == ""
 
 
+def test_ctrl_c_before_the_only_answer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: object) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session.DevSession, "run", interrupted)
+    assert cli.main(["dev", "mine.py", *ONCE]) == 130
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,4 +1,4 @@
-"""Runs of `logitship dev` on the tiny model, whose tokens are bytes: token 4 + i is the i-th of the alphabet."""
+"""Runs of `logitship dev` on the tiny model, whose tokens are single bytes."""
 
 from __future__ import annotations
 
@@ -50,10 +50,14 @@ def test_prompts_are_rows_of_one_batch(
     assert "2" in capfd.readouterr().out.splitlines()
 
 
-def test_chat_template(folder: Path, make_terminal: MakeTerminal) -> None:
-    (folder / "mine.py").write_text(source(forced("A")))
-    terminal = make_terminal(is_chat=True)
-    assert terminal.run()[0]
+@pytest.mark.parametrize(("is_chat", "prompt"), [(True, "user: hi\nassistant: "), (False, "hi")])
+def test_chat_template(
+    is_chat: bool, prompt: str, folder: Path, make_terminal: MakeTerminal, capfd: pytest.CaptureFixture[str]
+) -> None:
+    request = "custom_param_list[0]['__req__']"
+    (folder / "mine.py").write_text(source(f"print([{request}.tokenizer.decode({request}.origin_input_ids)])"))
+    assert make_terminal(is_chat=is_chat).run()[0]
+    assert set(capfd.readouterr().out.splitlines()) == {f"[{prompt!r}]"}
 
 
 def test_every_save_runs_the_class(folder: Path, make_terminal: MakeTerminal) -> None:
