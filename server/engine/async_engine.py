@@ -323,9 +323,9 @@ class AsyncEngine:
         def make() -> list[Sequence]:
             return [self._sequences.make(request, index, each, sink) for index, each in enumerate(uses)]
 
-        if len(uses) <= _MANY_SEQUENCES and not _is_large(active.body):
-            return make()
         try:
+            if len(uses) <= _MANY_SEQUENCES and not _is_large(active.body):
+                return make()
             return await self.pool.run(request.tenant, make)
         except BaseException:  # cleanup, then re-raised
             self._active.release(active)

@@ -750,6 +750,15 @@ def test_loads_of_large_bodies_take_turns(make_engine: BuildEngine, monkeypatch:
     run(scenario())
 
 
+def test_error_while_its_sequences_are_made(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._sequences, "make", None)
+        with pytest.raises(TypeError):
+            run(generate(engine, request("same")))
+    assert len(run(generate(engine, request("same"))).token_ids) == 8
+
+
 def test_cancelled_while_its_sequences_are_made(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     making, gate = threading.Event(), threading.Event()
