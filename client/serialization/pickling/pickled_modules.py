@@ -1,4 +1,4 @@
-"""Pickling of the author's modules: empty modules that hold only the names that the class uses.
+"""Pickling of the author's modules, which are recreated with only the names that the class uses.
 
 Functions of one module still share one globals dict, so `global` statements keep their meaning. The `save_` functions
 are handlers of `ClassPickler`.
@@ -117,7 +117,7 @@ class PickledModules:
                 self._import_submodules(module, chain)
             return module
         if () in chains or is_own_extension(module.__name__):
-            return module  # save_module refuses it
+            save_module(self._pickler, module)  # refuses it
         namespace = self.namespace(module.__dict__)
         for name, *rest in chains:
             if name in namespace.variables:
