@@ -11,11 +11,11 @@ from typing import Any
 from logitship.client.errors import ProcessorLoadError
 
 ARTIFACT_SIZE = 1 << 16
-"""Bytes of a tensor or array from which on `Client.register` uploads it by itself."""
+"""Minimum bytes of a tensor or array that `Client.register` uploads as an artifact."""
 
 
 class ArtifactBytes:
-    """The bytes of an artifact. An object of its own, so that the server knows whether anything uses it.
+    """The bytes of an artifact. A separate object, to which the server can hold a weak reference.
 
     Attributes:
         data: the bytes.
@@ -59,11 +59,11 @@ def raw_bytes(data: Any) -> bytes:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(data, torch.Tensor):
         if data.device.type != "cpu" or data.layout is not torch.strided:
-            raise TypeError(f"data: expected a dense tensor on the CPU, not one on {data.device}")
+            raise TypeError(f"data: expected a dense CPU tensor, got {data.layout} on {data.device}")
         return data.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()  # type: ignore[no-any-return]
     try:
         return memoryview(data).tobytes("A")
-    except TypeError:
+    except (TypeError, ValueError):  # the latter from arrays whose dtype has no buffer, such as dates
         raise TypeError(f"data: expected a tensor, an array or bytes, not {type(data).__name__}") from None
 
 
@@ -71,7 +71,7 @@ def bytes_of(artifacts: Iterable[Artifact]) -> dict[str, bytes]:
     """Return the bytes of artifacts by their digests.
 
     Raises:
-        ProcessorLoadError: an artifact is not here.
+        ProcessorLoadError: the bytes of an artifact are missing.
     """
     found: dict[str, bytes] = {}
     for artifact in artifacts:
@@ -82,8 +82,8 @@ def bytes_of(artifacts: Iterable[Artifact]) -> dict[str, bytes]:
 
 
 def missing_artifact(digest: str) -> ProcessorLoadError:
-    """Return the error for an artifact that is not here."""
+    """Return the error for an artifact whose bytes are missing."""
     return ProcessorLoadError(
-        f"the artifact {digest} is not here: upload its bytes with POST /v1/artifacts of logitship's server, which "
+        f"the artifact {digest} is missing: upload its bytes with POST /v1/artifacts of logitship's server, which "
         "Client.register and Client.upload_artifact do, or send the class without artifacts: to_str()"
     )

@@ -119,7 +119,7 @@ def load_message(string: PickledProcessor | SourceProcessor) -> bytes:
     """Return the body of LOAD for a processor.
 
     Raises:
-        ProcessorLoadError: an artifact that it uses is not here.
+        ProcessorLoadError: an artifact that it uses is missing.
     """
     if isinstance(string, SourceProcessor):
         form = ("source", string.source, string.class_name, string.captured, string.python)

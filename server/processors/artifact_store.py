@@ -144,7 +144,7 @@ class ArtifactStore:
         """Return the artifacts with their bytes: any tenant that has a digest may use them. Counts as a use.
 
         Raises:
-            ProcessorLoadError: one is not here, or a sandbox cannot hold them.
+            ProcessorLoadError: one is missing, or a sandbox cannot hold them.
         """
         with self._lock:
             self._release_unloaded()

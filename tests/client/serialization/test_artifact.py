@@ -77,6 +77,20 @@ def test_arrays_come_back_as_they_were(array: Any) -> None:
     assert not isinstance(array, np.ndarray) or loaded.flags.writeable
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (torch.zeros(2, 2).to_sparse(), "expected a dense CPU tensor, got torch.sparse_coo on cpu"),
+        (torch.zeros(2, device="meta"), "expected a dense CPU tensor, got torch.strided on meta"),
+        (np.array(["2026-01-01"], dtype="datetime64[D]"), "expected a tensor, an array or bytes, not ndarray"),
+        (5, "expected a tensor, an array or bytes, not int"),
+    ],
+)
+def test_data_without_raw_bytes(data: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=f"^data: {message}$"):
+        raw_bytes(data)
+
+
 def test_artifacts_leave_only_digests_in_the_string() -> None:
     string = serialize(Weighs, artifact_size=4000)
     text = to_text(string)
@@ -101,9 +115,9 @@ def test_equal_tensors_of_two_classes_are_one_artifact() -> None:
 def test_string_without_its_artifacts_says_how_to_upload_them() -> None:
     received = parsed(to_text(serialize(Weighs, artifact_size=4000)))
     for string in (received, replace(received, python="2.7"), replace(received, artifacts=())):
-        with pytest.raises(ProcessorLoadError, match=r"sha256:\w{64} is not here: upload its bytes with POST"):
+        with pytest.raises(ProcessorLoadError, match=r"sha256:\w{64} is missing: upload its bytes with POST"):
             load_class(string)
-    with pytest.raises(ProcessorLoadError, match="is not here"):
+    with pytest.raises(ProcessorLoadError, match="is missing"):
         CustomLogitProcessor.from_str(to_text(received))
 
 
@@ -112,7 +126,7 @@ def test_tampered_parts_give_other_digests() -> None:
     form = json.loads(Weighs.to_str())
     offset, _, length = form["logitship"]["shared"].split(" ")[0].partition(":")
     form["logitship"]["shared"] = f"{int(offset) + 1}:{length}"
-    with pytest.raises(ProcessorLoadError, match="is not here"):
+    with pytest.raises(ProcessorLoadError, match="is missing"):
         load_class(replace(parsed(json.dumps(form)), python="2.7"))
 
 

@@ -48,7 +48,7 @@ def test_string_comes_back_as_it_was() -> None:
 
 
 def test_missing_artifact() -> None:
-    with pytest.raises(ProcessorLoadError, match="is not here"):
+    with pytest.raises(ProcessorLoadError, match="is missing"):
         load_message(SourceProcessor("class A: ...", "A", artifacts=(Artifact("sha256:1"),)))
 
 

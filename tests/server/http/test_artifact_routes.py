@@ -35,7 +35,7 @@ def test_upload_show_list_and_delete(shipping_client: Any) -> None:
     for answer in (shipping_client.http.get(f"{URL}/{DIGEST}"), shipping_client.http.delete(f"{URL}/{DIGEST}")):
         status, message = error(answer)
         assert status == 404
-        assert message.startswith(f"the artifact {DIGEST} is not here: upload its bytes with POST /v1/artifacts")
+        assert message.startswith(f"the artifact {DIGEST} is missing: upload its bytes with POST /v1/artifacts")
 
 
 def test_upload_is_refused_where_code_is(client: Any) -> None:

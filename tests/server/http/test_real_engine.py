@@ -772,7 +772,7 @@ def test_artifacts(shipping: Served) -> None:
     string = serialize(Weighs, artifact_size=1 << 16)
     digest = string.artifacts[0].digest
     with Client(shipping.url) as client:
-        with pytest.raises(BadRequestError, match=f"the artifact {digest} is not here: upload its bytes") as refused:
+        with pytest.raises(BadRequestError, match=f"the artifact {digest} is missing: upload its bytes") as refused:
             client.generate(PROMPT, processor=to_text(string), **options)
         assert refused.value.param == "custom_logit_processor"
         assert [client.register(cls).id for cls in (Weighs, WeighsToo)] == ["Weighs@1", "WeighsToo@1"]

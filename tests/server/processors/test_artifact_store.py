@@ -49,7 +49,7 @@ def test_other_tenants_may_use_a_digest_but_do_not_see_it() -> None:
 
 def test_unknown_artifact_says_how_to_upload() -> None:
     store = ArtifactStore(max_bytes=SPACE_FOR_THREE)
-    with pytest.raises(ProcessorLoadError, match=r"sha256:0+ is not here: upload its bytes with POST /v1/artifacts"):
+    with pytest.raises(ProcessorLoadError, match=r"sha256:0+ is missing: upload its bytes with POST /v1/artifacts"):
         store.resolve([Artifact("sha256:" + "0" * 64)])
 
 
