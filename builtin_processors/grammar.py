@@ -211,7 +211,7 @@ class GrammarProcessor(BuiltinProcessor):
             matcher = compiler.compile(source)
         except (ValueError, RecursionError) as error:
             reason = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
-            if source.startswith(grammar_source.EXACT):  # positions refer to the generated Lark
+            if source.startswith(grammar_source.NO_FORCING):  # positions refer to the generated Lark
                 reason = _POSITION.sub("", reason)
             raise ValueError(f"{_DESCRIPTIONS[read.constraint]} cannot be used: {reason}") from None
         after = read.after or ()

@@ -213,5 +213,5 @@ def _tokens_of(wanted: ThinkModeParams, which: str, model: ModelFacts, default: 
     except ValueError as error:
         raise ValueError(f"{which}_think_tag: {error}") from None
     if tag and not tokens:
-        raise ValueError(f"{which}_think_tag: expected a text that the tokenizer knows, {shown(tag)} has no tokens")
+        raise ValueError(f"{which}_think_tag: expected a string that the tokenizer knows, {shown(tag)} has no tokens")
     return tokens

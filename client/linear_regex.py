@@ -214,7 +214,7 @@ def _category(category: Any, flags: int) -> str:
 
 def _literal(code: int) -> str:
     if 0xD800 <= code <= 0xDFFF:
-        raise ValueError("a lone surrogate is no character")
+        raise ValueError("an unpaired surrogate is not a character")
     return rf"\x{{{code:x}}}"
 
 

@@ -57,7 +57,7 @@ class GrammarChecker:
 
         Args:
             grammar: the grammar.
-            at_low_priority: begin at a low priority, instead of continuing so after a while.
+            at_low_priority: start at a low priority, rather than drop to it after a while.
 
         Raises:
             ValueError: it cannot be compiled, or not within the limits of time, memory and stack; says why.
@@ -78,7 +78,7 @@ class GrammarChecker:
             self._kill()
 
     def kill_idle(self) -> None:
-        """Kill the process, unless it is in use or was used since the timer started whose thread calls this."""
+        """Kill the process, unless it was used since the timer that calls this was started."""
         with self._lock:
             if self._timer is threading.current_thread():
                 self._kill()

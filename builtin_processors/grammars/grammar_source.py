@@ -20,12 +20,12 @@ from .schema_recursion import check_recursion
 
 
 def from_json_schema(schema: dict[str, Any] | bool | str, whitespace_pattern: str | None = None) -> str:
-    """Return a grammar of JSON that matches a schema. See `json_value`."""
-    return EXACT + f"start: {json_value(schema, whitespace_pattern)}"
+    """Return a grammar for JSON that matches a schema. See `json_value`."""
+    return NO_FORCING + f"start: {json_value(schema, whitespace_pattern)}"
 
 
 def json_value(schema: dict[str, Any] | bool | str, whitespace_pattern: str | None = None) -> str:
-    """Return JSON that matches a schema, as part of a rule.
+    """Return a Lark expression for JSON that matches a schema.
 
     Args:
         schema: the schema, or its JSON text.
@@ -38,7 +38,7 @@ def json_value(schema: dict[str, Any] | bool | str, whitespace_pattern: str | No
     if isinstance(schema, str):
         schema = json.loads(schema)
     if schema is False:
-        raise ValueError("false is a schema that nothing fits")
+        raise ValueError("no JSON matches the schema false")
     if schema is not True and not isinstance(schema, dict):
         raise ValueError(f"expected an object or true, got {shown(schema)}")
     check_recursion(schema)
@@ -52,7 +52,7 @@ def json_value(schema: dict[str, Any] | bool | str, whitespace_pattern: str | No
 
 def from_regex(regex: str) -> str:
     """Return a grammar of the texts that fully match a regular expression."""
-    return EXACT + f"start: /{regex_to_lark(regex, '')}/"
+    return NO_FORCING + f"start: /{regex_to_lark(regex, '')}/"
 
 
 def from_choice(choice: Sequence[str]) -> str:
@@ -71,7 +71,7 @@ def literal(text: str) -> str:
     """Return a regular expression that matches exactly this text.
 
     Raises:
-        ValueError: the text contains half of a surrogate pair.
+        ValueError: the text contains an unpaired surrogate.
     """
     return "".join(map(_character, text))
 
@@ -82,7 +82,7 @@ def from_ebnf(text: str) -> str:
     Raises:
         ValueError: the EBNF has an error; names the line.
     """
-    return EXACT + ebnf_rules(text) if _EBNF_RULE.search(text) else text
+    return NO_FORCING + ebnf_rules(text) if _EBNF_RULE.search(text) else text
 
 
 def ebnf_rules(text: str, prefix: str = "") -> str:
@@ -98,7 +98,7 @@ def ebnf_rules(text: str, prefix: str = "") -> str:
     return _Ebnf(text, prefix).as_lark()
 
 
-EXACT = '%llguidance {"no_forcing": true}\n'
+NO_FORCING = '%llguidance {"no_forcing": true}\n'
 """If only one text can follow, llguidance would by default only allow its canonical tokens. Another processor may
 forbid one of these, and then no token would be left."""
 
@@ -144,7 +144,7 @@ class _Ebnf:
             ValueError: the EBNF has an error; names the line.
         """
         if "root" not in self._rules:
-            raise ValueError("there is no rule named root: the text would not know where to begin")
+            raise ValueError("there is no rule named root, which is the start rule")
         return "".join(self._translate())
 
     def _translate(self) -> Iterator[str]:
@@ -197,7 +197,7 @@ def _characters(text: str, line: int) -> Iterator[str]:
         if code is None:
             yield found["plain"] or _ESCAPED.get(str(escaped), str(escaped))
         elif int(code, 16) > sys.maxunicode:
-            raise ValueError(f"line {line}: {found[0]} is no character")
+            raise ValueError(f"line {line}: {found[0]} is not a Unicode character")
         else:
             yield chr(int(code, 16))
 
@@ -212,7 +212,7 @@ def _character_set(text: str, line: int) -> str:
         for index, each in enumerate(found)
     ]
     if not parts:
-        raise ValueError(f"line {line}: {text} holds no character")
+        raise ValueError(f"line {line}: {text} is empty")
     return f"[{'^' if negated else ''}{''.join(parts)}]"
 
 
@@ -221,5 +221,5 @@ def _character(character: str) -> str:
     if character.isascii() and character.isalnum():
         return character
     if "\ud800" <= character <= "\udfff":
-        raise ValueError(f"it holds half of a surrogate pair, {character!r}, which is no character")
+        raise ValueError(f"it contains an unpaired surrogate, {character!r}")
     return rf"\x{{{ord(character):x}}}"

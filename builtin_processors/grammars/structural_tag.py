@@ -18,7 +18,7 @@ from llguidance import regex_to_lark
 from logitship.builtin_processors.params import ModelFacts, shown
 
 from . import structural_formats as formats
-from .grammar_source import EXACT, ebnf_rules, json_value, literal
+from .grammar_source import NO_FORCING, ebnf_rules, json_value, literal
 
 _MAX_LENGTH = 1 << 20
 """Maximum characters of the Lark grammar of a structural tag."""
@@ -117,7 +117,7 @@ class _Lark:
         """Return the whole grammar."""
         start = self._joined(self._symbols(part, (), []))
         terminals = [f"{name}: {lark}" for lark, name in self._names.items()]
-        return EXACT + "\n".join([f"start: {start}", *self._rules, *terminals])
+        return NO_FORCING + "\n".join([f"start: {start}", *self._rules, *terminals])
 
     def _symbols(self, part: formats.Format, stop: Sequence[str], then: list[_Symbol]) -> list[_Symbol]:
         """Return the symbols of a format and the following ones.

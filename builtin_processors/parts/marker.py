@@ -30,7 +30,7 @@ def read_marker(value: Any, info: ValidationInfo) -> tuple[int, ...]:
     """
     if not isinstance(value, str):
         if not isinstance(value, list):
-            raise ValueError(f"expected a text or a list of token ids, got {shown(value)}")
+            raise ValueError(f"expected a string or a list of token ids, got {shown(value)}")
         if not value:
             raise ValueError("expected at least one token id, got []")
         return tuple(check_marker_ids(value, info))

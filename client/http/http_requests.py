@@ -149,7 +149,7 @@ def register(processor: Any, name: str | None = None, *, artifact_size: int | No
         artifact_size: bytes of a tensor or array from which on it is uploaded by itself; None: none is.
     """
     if name is not None and (not isinstance(name, str) or not name):
-        raise ValueError("name: expected a text such as 'Lipogram'")
+        raise ValueError("name: expected a string such as 'Lipogram'")
     strings = ProcessorStrings(artifact_size)
     form = orjson.loads(strings(processor, "processor"))
     query = "" if name is None else f"?name={quote(name, safe='')}"

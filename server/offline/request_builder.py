@@ -153,7 +153,7 @@ class RequestBuilder:
             return self._encode(given, at)
         if isinstance(given, Sequence) and all(type(token_id) is int for token_id in given):
             return dataclasses.replace(self._encode(list(given), at), text=text)
-        raise TypeError(f"{at}: expected a text or a list of token ids (integers), not {_describe(given)}")
+        raise TypeError(f"{at}: expected a string or a list of token ids (integers), not {_describe(given)}")
 
     def _encode(self, value: str | list[int], at: str) -> Prompt:
         return encode_prompt(self._engine.tokenizer, self._engine.model.max_model_len, value, at)

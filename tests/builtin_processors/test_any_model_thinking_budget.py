@@ -257,14 +257,14 @@ def test_sentencepiece_prefix_space_is_ignored() -> None:
     [
         (None, "thinking_budget: missing from custom_params, expected an integer, 0 or greater, or null for no limit"),
         ({"thinking_budget": -1}, "thinking_budget: expected an integer, 0 or greater, or null for no limit, got -1"),
-        ({"start": 5}, "start: expected a text or a list of token ids, got 5"),
-        ({"start": None}, "start: expected a text or a list of token ids, got None"),
+        ({"start": 5}, "start: expected a string or a list of token ids, got 5"),
+        ({"start": None}, "start: expected a string or a list of token ids, got None"),
         ({"start": []}, r"start: expected at least one token id, got \[\]"),
         ({"end": [VOCAB_SIZE]}, r"end: token id 6 is outside the vocabulary \(0 to 5\)"),
         ({"end": [-1]}, "end: token id -1 is outside the vocabulary"),
         ({"newline": [True]}, "newline: expected integers, got True"),
         ({"newline": []}, r"newline: expected at least one token id, got \[\]"),
-        ({"newline": 7}, "newline: expected a text or a list of token ids, got 7"),
+        ({"newline": 7}, "newline: expected a string or a list of token ids, got 7"),
         ({"end": [START]}, r"start and end: expected two different ones, both are the tokens \(1,\)"),
         ({"start": "<think>"}, "start: the model has no tokenizer"),
     ],
@@ -280,9 +280,9 @@ def test_refuses_unknown_texts() -> None:
     assert read(model, start="a", end="<unk>", newline=None).end == (0,)
     with pytest.raises(ValueError, match=r"^end: the model has no tokens for 'ax': give another text, or token ids$"):
         read(model, start="a", end="ax", newline=None)
-    with pytest.raises(ValueError, match=r"^newline: expected a text of at least one token, got '\\n'$"):
+    with pytest.raises(ValueError, match=r"^newline: expected a string of at least one token, got '\\n'$"):
         read(model, start="a", end="b")
-    with pytest.raises(ValueError, match=r"^start: expected a text of at least one token, got ''$"):
+    with pytest.raises(ValueError, match=r"^start: expected a string of at least one token, got ''$"):
         read(model, start="", end="b", newline=None)
 
 

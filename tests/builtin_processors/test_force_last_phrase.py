@@ -29,9 +29,9 @@ def test_accepts(zoo_model: ModelView) -> None:
 
 def test_refuses(zoo_model: ModelView) -> None:
     processor = ForceLastPhraseLogitsProcessor()
-    with pytest.raises(ValueError, match=r"^phrase: missing from custom_params, expected a text$"):
+    with pytest.raises(ValueError, match=r"^phrase: missing from custom_params, expected a string$"):
         processor.prepare(None, zoo_model)
-    with pytest.raises(ValueError, match=r"^phrase: expected a text of at least one token, got ''$"):
+    with pytest.raises(ValueError, match=r"^phrase: expected a string of at least one token, got ''$"):
         processor.prepare({"phrase": ""}, zoo_model)
     with pytest.raises(ValueError, match=r"^the model has no EOS token"):
         processor.prepare({"phrase": "a"}, ModelView(48, frozenset(), zoo_model.tokenizer))

@@ -76,7 +76,7 @@ def test_accepts(params: dict[str, Any], zoo_model: ModelView) -> None:
         ({"boost_factor": 1, "complete_sentences": "yes"}, "complete_sentences: expected true or false, got 'yes'"),
         (
             {"boost_factor": 1, "boost_token_str": "a b c"},
-            "boost_token_str: expected a text of one token, but 'a b c' is 5",
+            "boost_token_str: expected a string of one token, but 'a b c' is 5",
         ),
     ],
 )

@@ -489,10 +489,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "\ud800"}, "the regular expression cannot be used"),
     ({"ebnf": 'root ::= "a"\nx'}, "the grammar cannot be used: line 2: there is no rule named 'x'"),
     ({"regex": "a" * (MAX_GRAMMAR_LENGTH + 1)}, f"it has 262145 characters, more than {MAX_GRAMMAR_LENGTH}"),
-    ({"regex": "a", "after": ""}, "after: expected a text of at least one token"),
+    ({"regex": "a", "after": ""}, "after: expected a string of at least one token"),
     ({"regex": "a", "after": []}, "after: expected at least one token id"),
     ({"regex": "a", "after": [VOCAB_SIZE]}, "after: .*outside the vocabulary"),
-    ({"regex": "a", "after": 5}, "after: expected a text or a list of token ids, got 5"),
+    ({"regex": "a", "after": 5}, "after: expected a string or a list of token ids, got 5"),
     ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern: goes with json_schema or json_object"),
 ]
 

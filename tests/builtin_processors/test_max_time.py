@@ -66,7 +66,7 @@ def test_accepts(params: dict[str, Any], zoo_model: ModelView) -> None:
         ({"max_time": float("inf")}, "max_time: expected a number of seconds, 0 or greater, got inf"),
         (
             {"max_time": 1, "boost_token_str": "12"},
-            "boost_token_str: expected a text of one token, but '12' is 2 tokens",
+            "boost_token_str: expected a string of one token, but '12' is 2 tokens",
         ),
     ],
 )

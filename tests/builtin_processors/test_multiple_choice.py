@@ -29,10 +29,11 @@ def test_first_words_boost_their_choices(zoo_model: ModelView, make_row: MakeRow
     assert answer({"boost_first_words": 0.5}, PROMPT, logits, zoo_model, make_row) == TWO
 
 
-@pytest.mark.parametrize("boost", [0.5, -0.5])
-def test_forbidden_first_word_is_ignored(boost: float, zoo_model: ModelView, make_row: MakeRow) -> None:
+@pytest.mark.parametrize(("boost", "word"), [(0.5, SCREEN), (-0.5, CAMERA)])
+def test_forbidden_first_word_is_ignored(boost: float, word: int, zoo_model: ModelView, make_row: MakeRow) -> None:
+    """Its -inf would lower the logit of its choice, or raise it if the boost is negative."""
     logits = torch.zeros(48)
-    logits[TWO], logits[SCREEN] = 1.0, -torch.inf
+    logits[TWO], logits[word] = 1.0, -torch.inf
     assert answer({"boost_first_words": boost}, PROMPT, logits, zoo_model, make_row) == TWO
 
 
@@ -84,9 +85,9 @@ def test_defaults_equal_the_original(zoo_model: ModelView) -> None:
     [
         ({"choices": []}, r"choices: expected a list of 1 to 1024 texts of one token each, got \[\]"),
         ({"choices": "1"}, "choices: expected a list of 1 to 1024 texts of one token each, got '1'"),
-        ({"choices": ["1", 2]}, "choices: expected a text of one token, got 2"),
-        ({"choices": ["a b c"]}, "choices: expected a text of one token, but 'a b c' is 5 tokens of this model"),
-        ({"delimiter": ".)"}, r"delimiter: expected a text of one token, but '\.\)' is 2 tokens of this model"),
+        ({"choices": ["1", 2]}, "choices: expected a string of one token, got 2"),
+        ({"choices": ["a b c"]}, "choices: expected a string of one token, but 'a b c' is 5 tokens of this model"),
+        ({"delimiter": ".)"}, r"delimiter: expected a string of one token, but '\.\)' is 2 tokens of this model"),
         ({"boost_first_words": "1"}, "boost_first_words: expected a number from -1e9 to 1e9, got '1'"),
     ],
 )

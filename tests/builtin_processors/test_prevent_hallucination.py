@@ -29,7 +29,7 @@ def test_accepts(params: dict[str, Any], zoo_model: ModelView) -> None:
         ({"tolerate": -1}, "tolerate: expected an integer from 0 to 1000000000, got -1"),
         ({"tolerate": 1.5}, "tolerate: expected an integer from 0 to 1000000000, got 1.5"),
         ({"tolerate": 10**20}, "tolerate: expected an integer from 0 to 1000000000, got 1"),
-        ({"phrase": None}, "phrase: expected a text, got None"),
+        ({"phrase": None}, "phrase: expected a string, got None"),
     ],
 )
 def test_refuses(params: dict[str, Any], message: str, zoo_model: ModelView) -> None:

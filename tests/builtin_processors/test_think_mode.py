@@ -340,6 +340,6 @@ def test_refuses(params: dict[str, Any], message: str) -> None:
 def test_refuses_a_tag_without_tokens() -> None:
     model = ModelView(5, frozenset(), SimpleNamespace(encode=lambda text, add_special_tokens: []))
     with pytest.raises(
-        ValueError, match=r"^end_think_tag: expected a text that the tokenizer knows, 'é' has no tokens$"
+        ValueError, match=r"^end_think_tag: expected a string that the tokenizer knows, 'é' has no tokens$"
     ):
         ThinkModeLogitsProcessor().prepare({"max_thinking_tokens": 3, "end_think_tag": "é"}, model)

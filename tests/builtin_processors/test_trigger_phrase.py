@@ -47,11 +47,11 @@ def test_accepts(params: dict[str, Any], zoo_model: ModelView) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"trigger_time": 1}, "phrase: missing from custom_params, expected a text"),
+        ({"trigger_time": 1}, "phrase: missing from custom_params, expected a string"),
         ({"phrase": "a"}, "trigger_token_phrase, trigger_time: one of them is needed, or nothing triggers the phrase"),
         (
             {"phrase": "a", "trigger_token_phrase": "a b"},
-            "trigger_token_phrase: expected a text of one token, but 'a b'",
+            "trigger_token_phrase: expected a string of one token, but 'a b'",
         ),
         (
             {"phrase": "a", "trigger_time": 0},

@@ -53,19 +53,19 @@ PROCESSORS: dict[str, type[BuiltinProcessor]] = {
 # Name of a script to what admission says of its parameters. The originals raise at construction, in a step, or not at
 # all: then the reason is below.
 REFUSED = {
-    "boost_token_str_multi_token_raises": "boost_token_str: expected a text of one token, but 'a b c' is 5 tokens",
-    "multi_token_choice_raises": "choices: expected a text of one token, but 'a b c' is 5 tokens",
-    "two_token_choice_strict_raises": "choices: expected a text of one token, but '12' is 2 tokens",
-    "multi_token_trigger_raises": "trigger_token_phrase: expected a text of one token, but 'a b c' is 5 tokens",
+    "boost_token_str_multi_token_raises": "boost_token_str: expected a string of one token, but 'a b c' is 5 tokens",
+    "multi_token_choice_raises": "choices: expected a string of one token, but 'a b c' is 5 tokens",
+    "two_token_choice_strict_raises": "choices: expected a string of one token, but '12' is 2 tokens",
+    "multi_token_trigger_raises": "trigger_token_phrase: expected a string of one token, but 'a b c' is 5 tokens",
     "no_trigger_args_raises": "trigger_token_phrase, trigger_time: one of them is needed",
-    "empty_phrase_raises_on_eos": "phrase: expected a text of at least one token, got ''",
-    "empty_phrase_tolerate0_raises": "phrase: expected a text of at least one token, got ''",
-    "empty_phrase_instead_raises": "phrase: expected a text of at least one token, got ''",
+    "empty_phrase_raises_on_eos": "phrase: expected a string of at least one token, got ''",
+    "empty_phrase_tolerate0_raises": "phrase: expected a string of at least one token, got ''",
+    "empty_phrase_instead_raises": "phrase: expected a string of at least one token, got ''",
     # There is nothing to write.
-    "empty_phrase_after": "phrase: expected a text of at least one token, got ''",
+    "empty_phrase_after": "phrase: expected a string of at least one token, got ''",
     # QUIRK: the original takes the second of two tokens, and boosts "2" where "12" was asked for.
-    "boost_token_str_two_tokens_lenient_uses_last": "boost_token_str: expected a text of one token, but '12' is 2 tok",
-    "two_token_choice_lenient_uses_last": "choices: expected a text of one token, but '12' is 2 tokens",
+    "boost_token_str_two_tokens_lenient_uses_last": "boost_token_str: expected a string of one token, but '12' is 2",
+    "two_token_choice_lenient_uses_last": "choices: expected a string of one token, but '12' is 2 tokens",
     # QUIRK: 0 counts as no time at all.
     "trigger_time_zero_never_fires": "trigger_time: expected a number of seconds greater than 0, or null, got 0",
     # QUIRK: a time before the start. The two variants disagree, on whether an EOS token in the prompt counts.

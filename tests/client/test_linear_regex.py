@@ -54,7 +54,7 @@ def test_matches_are_those_of_re(pattern: str) -> None:
         ("(?i)[\u0100-\U0010ffff]", "amount to more than 1000 characters"),
         ("a" * 1001, "a pattern of 1001 characters, at most 1000 are allowed"),
         ("(" * 60 + ")" * 60, "groups are nested deeper than 50"),
-        ("[\ud800]", "a lone surrogate is no character"),
+        ("[\ud800]", "an unpaired surrogate is not a character"),
     ],
 )
 def test_what_is_not_linear_is_refused(pattern: str, reason: str) -> None:

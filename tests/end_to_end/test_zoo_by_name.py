@@ -91,7 +91,7 @@ def test_run_order(llm: LLM) -> None:
 
 def test_invalid_params(llm: LLM) -> None:
     for params, message in (
-        ({"choices": ["1", "two words"]}, "choices: expected a text of one token, but 'two words' is 2 tokens"),
+        ({"choices": ["1", "two words"]}, "choices: expected a string of one token, but 'two words' is 2 tokens"),
         ({"choices": ["1"], "choises": ["2"]}, "choises"),
     ):
         with pytest.raises(ValueError, match=message):

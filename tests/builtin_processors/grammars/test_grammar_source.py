@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from logitship.builtin_processors.grammars.check import make_matcher, make_tokenizer
 from logitship.builtin_processors.grammars.grammar_source import (
-    EXACT,
+    NO_FORCING,
     from_choice,
     from_ebnf,
     from_json_schema,
@@ -83,9 +83,9 @@ def test_context_free_languages(tokens: LLTokenizer, name: str) -> None:
         ('root ::= "a"\n\nroot ::= "b"', "line 3: rule 'root' is defined twice"),
         ("root ::= 'a'", "line 1: cannot read \"'a'\""),
         ('root ::= "a', "line 1: cannot read"),
-        ("root ::= []", "line 1: \\[\\] holds no character"),
+        ("root ::= []", "line 1: \\[\\] is empty"),
         ("root ::= [\\d]", r"line 1: \\d is not supported"),
-        ('root ::= "\\U00110000"', "line 1: .* is no character"),
+        ('root ::= "\\U00110000"', "line 1: .* is not a Unicode character"),
         ('root ::= "\\ud800"', "surrogate"),
         ('root ::= (="a")', "line 1: cannot read '=\"a\"\\)'"),
     ],
@@ -161,7 +161,7 @@ def test_json_schemas(
         ({"type": "strin"}, "strin"),
         ({"$ref": "http://127.0.0.1:1/x"}, "http://127.0.0.1:1/x"),
         ({"not": {}, "x-guidance": {"lenient": True}}, "not"),  # nobody may ask that keywords be overlooked
-        (False, "nothing fits"),
+        (False, "no JSON matches"),
     ],
     ids=str,
 )
@@ -239,4 +239,4 @@ def test_large_schema_is_not_examined() -> None:
 
 def test_grammar_without_texts(tokens: LLTokenizer) -> None:
     with pytest.raises(ValueError, match=r"^no text matches it$"):
-        make_matcher(tokens, EXACT + "start: X\nX: /a/ & /b/\n")
+        make_matcher(tokens, NO_FORCING + "start: X\nX: /a/ & /b/\n")

@@ -63,7 +63,7 @@ def test_recording(zoo_recording: dict[str, Any], zoo_models: dict[bool | None, 
             assert case["expect"]["token"] in sentence_ends(model)
             tokens += 1
         elif "raises" in case["expect"] or text in REFUSED:
-            with pytest.raises(ValueError, match=r"^token: expected a text of one token, "):
+            with pytest.raises(ValueError, match=r"^token: expected a string of one token, "):
                 token_of(text, model)
             refused.add(text)
         else:
@@ -89,13 +89,13 @@ def test_unknown_token_by_its_text(zoo_model: ModelView) -> None:
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        ({"token": 5}, "token: expected a text of one token, got 5"),
-        ({"token": None}, "token: expected a text of one token, got None"),
-        ({"token": ""}, "token: expected a text of one token, but '' is 0 tokens of this model"),
-        ({"or_end": "a b"}, "or_end: expected a text of one token, but 'a b' is 3 tokens of this model"),
-        ({"or_end": False}, "or_end: expected a text of one token, got False"),
-        ({"phrase": ["a"]}, r"phrase: expected a text, got \['a'\]"),
-        ({"phrase": ""}, "phrase: expected a text of at least one token, got ''"),
+        ({"token": 5}, "token: expected a string of one token, got 5"),
+        ({"token": None}, "token: expected a string of one token, got None"),
+        ({"token": ""}, "token: expected a string of one token, but '' is 0 tokens of this model"),
+        ({"or_end": "a b"}, "or_end: expected a string of one token, but 'a b' is 3 tokens of this model"),
+        ({"or_end": False}, "or_end: expected a string of one token, got False"),
+        ({"phrase": ["a"]}, r"phrase: expected a string, got \['a'\]"),
+        ({"phrase": ""}, "phrase: expected a string of at least one token, got ''"),
     ],
 )
 def test_refuses(params: dict[str, Any], message: str, zoo_model: ModelView) -> None:

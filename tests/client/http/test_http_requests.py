@@ -255,7 +255,7 @@ def test_register_sends_processor_form() -> None:
     assert (request.path, request.json, request.idempotent) == ("/v1/processors", {"name": "min_p"}, True)
     assert requests.register({"name": "min_p"}, "a b&c@ä").request.path == "/v1/processors?name=a%20b%26c%40%C3%A4"
     for name in ("", 5):
-        with pytest.raises(ValueError, match="name: expected a text"):
+        with pytest.raises(ValueError, match="name: expected a string"):
             requests.register({"name": "min_p"}, name)  # type: ignore[arg-type]
 
 

@@ -177,7 +177,7 @@ def test_context_manager_shuts_down(make_async_llm: MakeAsyncLLM) -> None:
 
 @pytest.mark.parametrize("prompt", [["a", "b"], 7, None])
 def test_list_of_prompts_is_refused(make_async_llm: MakeAsyncLLM, prompt: Any) -> None:
-    with pytest.raises(TypeError, match="prompt: expected a text or a list of token ids"):
+    with pytest.raises(TypeError, match="prompt: expected a string or a list of token ids"):
         asyncio.run(last(make_async_llm().generate(prompt, GREEDY)))
 
 

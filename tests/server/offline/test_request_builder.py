@@ -23,7 +23,7 @@ def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
         ("", None, InvalidRequest, r"prompts\[1\]: is empty"),
         ([5] * 600, None, InvalidRequest, r"prompts\[1\]: has 600 tokens"),
         ([5, 999], None, InvalidRequest, r"prompts\[1\]: token id 999"),
-        ([5, "x"], None, TypeError, r"prompts\[1\]: expected a text or a list of token ids .*, not a list with str"),
+        ([5, "x"], None, TypeError, r"prompts\[1\]: expected a string or a list of token ids .*, not a list with str"),
         (3.5, None, TypeError, r"prompts\[1\]: expected .* not float"),
         ({"prompt": "x", "multi_modal_data": {}}, None, ValueError, r"prompts\[1\]: 'multi_modal_data' is not supp"),
         ({}, None, ValueError, r"prompts\[1\]: has neither"),
