@@ -9,14 +9,25 @@ import itertools
 import json
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from logitship.builtin_processors.params import shown
 
 MAX_CHARS = 500
 """Limit of `any_text`. Beyond that, llguidance would have to build too many expressions in a step."""
 MAX_TOKENS = (1 << 31) - 1
-"""Most `max_tokens` of `any_text`: xgrammar's."""
+"""Maximum `max_tokens` of `any_text`, as in xgrammar."""
+_MAX_END = 1024
+"""Characters of an end."""
 _MAX_LEVELS = 128
 """Nesting depth of objects and lists. A format takes one to three levels."""
 
@@ -26,7 +37,7 @@ class _Record(BaseModel):
 
 
 Mark = Annotated[str, Field(min_length=1, max_length=1024)]
-"""A text that ends free text, or must not occur in it."""
+"""A trigger, a dispatch pattern, or a text that must not occur."""
 Marks = Annotated[tuple[Mark, ...], Field(max_length=256, strict=False)]
 
 
@@ -111,13 +122,13 @@ def _boundary(value: Any) -> Any:
         return Token.model_validate(value)
     if isinstance(value, str):
         return ConstString(value=value)
-    raise ValueError(f"expected a text or a token format, got {shown(value)}")
+    raise ValueError(f"expected a string or a token format, got {shown(value)}")
 
 
 def _ends(value: Any) -> Any:
     if isinstance(value, list):
         if not 0 < len(value) <= 256 or not all(isinstance(each, str) for each in value):
-            raise ValueError(f"expected a text, a list of up to 256 texts or a token format, got {shown(value)}")
+            raise ValueError(f"expected a string, a list of up to 256 strings or a token format, got {shown(value)}")
         return tuple(ConstString(value=each) for each in value)
     return (_boundary(value),)
 
@@ -139,8 +150,8 @@ class Tag(_Record):
     def _check_that_it_ends(self) -> Self:
         if is_open(self.content) and not self.end_texts and not isinstance(self.end[0], Token):
             raise ValueError("free text needs an end that is not empty")
-        if any(len(end) > 1024 for end in self.end_texts):
-            raise ValueError("an end has at most 1024 characters")
+        if any(len(end) > _MAX_END for end in self.end_texts):
+            raise ValueError(f"an end has at most {_MAX_END} characters")
         return self
 
 
@@ -275,10 +286,19 @@ class StructuralTag(_Record):
     format: Format
 
 
+def _schema(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from None
+
+
 class _Structure(_Record):
     begin: str
-    json_schema: bool | dict[str, Any] | str = Field(alias="schema")
-    end: str
+    json_schema: Annotated[bool | dict[str, Any], BeforeValidator(_schema)] = Field(alias="schema")
+    end: str = Field(max_length=_MAX_END)
 
 
 class _Legacy(_Record):
@@ -323,8 +343,7 @@ def is_open(part: Format) -> bool:
 
 
 def _tag(structure: _Structure) -> dict[str, Any]:
-    schema = structure.json_schema
-    content = {"type": "json_schema", "json_schema": json.loads(schema) if isinstance(schema, str) else schema}
+    content = {"type": "json_schema", "json_schema": structure.json_schema}
     return {"begin": structure.begin, "content": content, "end": structure.end}
 
 
