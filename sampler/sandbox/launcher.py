@@ -15,6 +15,7 @@ import signal
 import socket
 import sys
 import threading
+import traceback
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -81,6 +82,8 @@ def start_zygote(setup: SandboxSetup, channel: Channel, descriptor: int) -> None
             Zygote(Channel(socket.socket(fileno=descriptor)), setup, entered).run()
         os.close(descriptor)
         os.waitpid(zygote, 0)
+    except Exception:  # noqa: BLE001  # boundary: process death
+        traceback.print_exc()
     finally:
         os._exit(0)
 

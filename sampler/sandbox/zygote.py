@@ -12,6 +12,7 @@ import random
 import select
 import signal
 import socket
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -31,9 +32,10 @@ from .worker import Worker, serve
 FIRST_CALL = 1
 """Number of a sandbox's first call, which loads its processor."""
 
-_FIRST_UID = 1_819_475_968
+_FIRST_UID = 0x7000_0000
 _NUM_UIDS = 1 << 16
-"""If this process may change its user, each sandbox has its own user id in this range, which no system uses."""
+"""If this process may change its user, each sandbox has its own user id in this range, which systemd lists as unused:
+<https://systemd.io/UIDS-GIDS/>."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Zygote:
             self._serve()
         except ChannelClosed:
             os._exit(0)
+        except Exception:  # noqa: BLE001  # boundary: process death
+            traceback.print_exc()
         finally:
             os._exit(1)
 
@@ -153,7 +157,7 @@ class Zygote:
         try:
             self._lockdown.apply([connection], uid)
         except OSError as error:
-            refusal = f"the sandbox cannot be locked: {error}".encode()
+            refusal = _refusal(error).encode()
             os.write(connection, pack(Answer.REFUSED, FIRST_CALL, refusal))
             return
         warm_up(logits, setup.model)
@@ -168,7 +172,7 @@ class Zygote:
                 self._lockdown.apply([other_end.fileno()], self._uid(0))
                 os.write(other_end.fileno(), orjson.dumps(self_test.run()))
             except OSError as error:
-                os.write(other_end.fileno(), orjson.dumps([f"the sandbox cannot be locked: {error}"]))
+                os.write(other_end.fileno(), orjson.dumps([_refusal(error)]))
             finally:
                 os._exit(0)
         other_end.close()
@@ -177,6 +181,10 @@ class Zygote:
         os.waitpid(pid, 0)
         failures: list[str] = orjson.loads(answer) if answer else ["the self-test ended its process"]
         return failures
+
+
+def _refusal(error: OSError) -> str:
+    return f"cannot lock down the sandbox: {error}"
 
 
 def _reseed() -> None:
