@@ -46,7 +46,7 @@ def async_tensor_h2d(
         values = values.pin_memory()  # a copy of other memory waits for the device
     if out is not None:
         return out.copy_(values, non_blocking=True)
-    return values.to(device=device, dtype=dtype, non_blocking=True)
+    return values.to(device=device, dtype=dtype, non_blocking=True, copy=True)
 
 
 def gpu_sync_allowed() -> AbstractContextManager[None]:

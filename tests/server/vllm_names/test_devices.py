@@ -21,6 +21,13 @@ def test_values_are_copied(data: Any) -> None:
     assert copied.dtype == torch.float32
 
 
+@pytest.mark.parametrize("data", [np.ones(2, np.float32), torch.ones(2)])
+def test_copies_share_no_memory(data: Any) -> None:
+    copied = async_tensor_h2d(data, "cpu", torch.float32)
+    data[0] = 5.0
+    assert copied.tolist() == [1.0, 1.0]
+
+
 def test_type_of_the_values_is_the_default() -> None:
     assert async_tensor_h2d([1, 2], device=torch.device("cpu")).dtype == torch.int64
     assert async_tensor_h2d(np.array([True]), "cpu").dtype == torch.bool
