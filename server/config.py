@@ -146,7 +146,7 @@ class ServerConfig:
     """Shipped processors that may be loaded for a tenant in any 60 seconds. 0: any number."""
     max_request_bytes: int = 16 << 20
     max_request_elements: int = 1 << 19
-    """Maximum number of keys and values in a request body: a key counts as 3, a list or an object as 4."""
+    """Maximum number of keys and values in a request body: a string counts as 2, a key, a list or an object as 4."""
     request_body_timeout: float = 60.0
     """Time limit for receiving a request body, and before it the headers, in seconds."""
     disable_playground: bool = False

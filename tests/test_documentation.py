@@ -355,6 +355,6 @@ def test_link_targets_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_paths_exist(page: Path) -> None:
-    tops = "client|sampler|builtin_processors|server|tests|scripts|docs|src"
+    tops = "benchmarks|client|sampler|builtin_processors|server|tests|scripts|docs|src"
     paths = re.findall(rf"`((?:{tops})/[\w/.-]*)(?: [^`]*)?`", prose_of(page))
     assert [path for path in paths if not (ROOT / path).exists()] == []

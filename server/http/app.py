@@ -104,8 +104,8 @@ class _App(FastAPI):
 def create_app(engine: AsyncEngine) -> FastAPI:
     """Create the HTTP application of `engine`, which the caller starts and stops.
 
-    If `engine.config` has API keys, every route requires one, except `/health`, `/health/ready`, `/health_generate` and
-    the playground's files.
+    If `engine.config` has API keys, every route requires one, except `/ping`, `/health`, `/health/ready`,
+    `/health_generate` and the playground's files.
     """
     app = _App(
         title="logitship",
