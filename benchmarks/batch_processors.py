@@ -57,7 +57,7 @@ def request(rng: random.Random, vocab_size: int, share: float) -> Request:
 
 
 def life_of_a_batch(rows: int, vocab_size: int, share: float, steps: int) -> list[dict[str, Any] | None]:
-    """Return the updates of `batch_processors_worker.Order`.
+    """Return the updates of `batch_processors_worker.Command`.
 
     The batch is always full: every fourth step, an eighth of its requests end, others are added, and two are swapped.
     """
@@ -101,16 +101,16 @@ def measure(ours: WorkerProcess, peer: WorkerProcess | None, options: Namespace)
         steps = max(3 * CHANGES_EVERY, min(options.steps, affordable))
         life = life_of_a_batch(rows, vocab_size, share, steps)
         for processors in (PROCESSORS, *((name,) for name in PROCESSORS)):
-            order = {"vocab_size": vocab_size, "rows": rows, "processors": processors, "steps": life}
+            command = {"vocab_size": vocab_size, "rows": rows, "processors": processors, "steps": life}
             case = f"{' + '.join(processors)}, {rows} x {vocab_size}, {share:.0%} of the rows"
-            yield comparison(ours, peer, case, order, options.turns)
+            yield comparison(ours, peer, case, command, options.turns)
 
 
-def comparison(ours: WorkerProcess, peer: WorkerProcess | None, case: str, order: object, turns: int) -> Comparison:
+def comparison(ours: WorkerProcess, peer: WorkerProcess | None, case: str, command: object, turns: int) -> Comparison:
     """Time one case."""
 
     def microseconds(side: WorkerProcess) -> float:
-        return 1e6 * float(side.ask(order))
+        return 1e6 * float(side.ask(command))
 
     if peer is None:
         [times] = in_turns([lambda: microseconds(ours)], turns)

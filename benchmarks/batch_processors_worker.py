@@ -57,7 +57,7 @@ class Step(TypedDict):
     moved: list[tuple[int, int, str]]
 
 
-class Order(TypedDict):
+class Command(TypedDict):
     """Case to time.
 
     Attributes:
@@ -104,17 +104,17 @@ class Side:
         return self._interface.BatchUpdate(step["size"], step["removed"], added, moved)
 
 
-def seconds_a_step(side: Side, order: Order) -> float:
+def seconds_a_step(side: Side, command: Command) -> float:
     """Return the mean time of `update_state` and `apply` in the life of a batch, all processors together.
 
     Neither the creation of the updates and logits nor the first half of the steps is timed.
     """
-    processors = [side.processor(name, order["rows"]) for name in order["processors"]]
-    outputs: list[list[int]] = [[] for _ in range(order["rows"])]
-    fresh = torch.randn(order["rows"], order["vocab_size"], generator=torch.Generator().manual_seed(0)) * 3
+    processors = [side.processor(name, command["rows"]) for name in command["processors"]]
+    outputs: list[list[int]] = [[] for _ in range(command["rows"])]
+    fresh = torch.randn(command["rows"], command["vocab_size"], generator=torch.Generator().manual_seed(0)) * 3
     logits = torch.empty_like(fresh)
     taken, size = [], 0
-    for step in order["steps"]:
+    for step in command["steps"]:
         update = side.update(step, outputs)
         size = size if step is None else step["size"]
         rows = logits[:size].copy_(fresh[:size])
@@ -130,16 +130,16 @@ def seconds_a_step(side: Side, order: Order) -> float:
 
 
 def main() -> None:
-    """Report the version that runs here, then serve orders."""
+    """Report the version that runs here, then answer commands."""
     name = sys.argv[1]
 
-    def start() -> tuple[dict[str, str], Callable[[Order], float]]:
+    def start() -> tuple[dict[str, str], Callable[[Command], float]]:
         version = __import__(name).__version__
         side = Side(name)
 
-        def answer(order: Order) -> float:
+        def answer(command: Command) -> float:
             with torch.inference_mode():
-                return seconds_a_step(side, order)
+                return seconds_a_step(side, command)
 
         return {"version": version, "torch": torch.__version__}, answer
 

@@ -73,7 +73,7 @@ class Times:
 
 
 @dataclass(frozen=True)
-class Left:
+class Resources:
     """Resources of the server process.
 
     Attributes:
@@ -100,7 +100,7 @@ class Result:
         quiet: times without it.
         beside: times beside it.
         before: resources before it.
-        peak: the most of each while it ran.
+        peak: the maximum of each while it ran.
         after: resources some seconds after it.
         stop: seconds from SIGTERM to the server's end; infinity if it had to be killed.
         statuses: of the responses that the hostile client got.
@@ -109,9 +109,9 @@ class Result:
     name: str
     quiet: Times
     beside: Times
-    before: Left
-    peak: Left
-    after: Left
+    before: Resources
+    peak: Resources
+    after: Resources
     stop: float
     statuses: Mapping[str, int]
 
@@ -141,6 +141,8 @@ def percentile(values: Iterable[float], percent: int) -> float:
 
 
 def _ratio(quiet: list[float], beside: list[float], percent: int) -> str:
+    if not quiet:
+        return "-"
     return f"{percentile(beside, percent) / percentile(quiet, percent):.1f}"
 
 
@@ -182,7 +184,7 @@ class HonestClients:
                 task.cancel()
 
     async def fill_caches(self) -> None:
-        """Use the arrays for keys and values once to their ends: the system provides memory when it is first used."""
+        """Write to the whole KV cache once: Linux allocates pages when they are first used."""
         ids = [1000 + place * 31 % 40_000 for place in range(1900)]
         sampling = {"max_new_tokens": 4, "ignore_eos": True}
         bodies = {"honest": {**sampling, "n": 28}, "ships": {**sampling, "n": 4}}  # 32 in all, 4 of them reserved
@@ -251,21 +253,21 @@ def _headers(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {KEYS[key]}"}
 
 
-def left(server: SoakServer) -> Left:
+def measure_resources(server: SoakServer) -> Resources:
     """Return the resources that the server has now: those whose measurement does not make it wait."""
     maps = Path(f"/proc/{server.pid}/maps").read_text(errors="replace")
     processes = sum(1 for _ in processes_below(server.pid))
-    return Left(server.rss, server.num_threads, server.num_descriptors, maps.count("/memfd:logitship"), processes)
+    return Resources(server.rss, server.num_threads, server.num_descriptors, maps.count("/memfd:logitship"), processes)
 
 
-def most(samples: Iterable[Left]) -> Left:
-    """Return the most of each resource."""
-    return Left(*(max(values) for values in zip(*(asdict(sample).values() for sample in samples), strict=True)))
+def peak_of(samples: Iterable[Resources]) -> Resources:
+    """Return the maximum of each resource."""
+    return Resources(*(max(values) for values in zip(*(asdict(sample).values() for sample in samples), strict=True)))
 
 
-async def _watch(server: SoakServer, samples: list[Left]) -> None:
+async def _watch(server: SoakServer, samples: list[Resources]) -> None:
     while True:
-        samples.append(await asyncio.to_thread(left, server))
+        samples.append(await asyncio.to_thread(measure_resources, server))
         await asyncio.sleep(0.5)
 
 
@@ -277,11 +279,11 @@ async def attacked(server: SoakServer, name: str, options: argparse.Namespace) -
         await honest.fill_caches()
         async with honest.running():
             await honest.measure(2.0)  # loads the processor
-            samples: list[Left] = []
-            watching = asyncio.create_task(_watch(server, samples))  # in both, so that it does not make a difference
+            samples: list[Resources] = []
+            watching = asyncio.create_task(_watch(server, samples))  # in both phases, which so include its cost
             hostile = await _start_hostile(name, server.base_url, options.seconds)
             quiet = await honest.measure(options.quiet)
-            before = left(server)
+            before = measure_resources(server)
             samples[:] = [before]
             os.setpriority(os.PRIO_PROCESS, hostile.pid, options.hostile_nice)
             attack = asyncio.create_task(hostile.communicate(b"\n"))
@@ -290,12 +292,12 @@ async def attacked(server: SoakServer, name: str, options: argparse.Namespace) -
             watching.cancel()
         await asyncio.sleep(options.settle)
     statuses = json.loads(output) if output.strip() else {}
-    after = left(server)
+    after = measure_resources(server)
     return {
         "quiet": quiet,
         "beside": beside,
         "before": before,
-        "peak": most(samples),
+        "peak": peak_of(samples),
         "after": after,
         "statuses": statuses,
     }
@@ -325,9 +327,10 @@ def measure(name: str, options: argparse.Namespace) -> Result:
         ):
             fields = asyncio.run(attacked(server, name, options))
             fields["stop"] = _stop(server.pid)
-    except RuntimeError:  # its end: `stop` tells
+    except RuntimeError as error:  # the server did not end, or not with exit status 0
         if "stop" not in fields:
             raise
+        fields["beside"].errors.insert(0, str(error))
     return Result(name=name, **fields)
 
 
@@ -365,12 +368,14 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=hostile_clients.ATTACKS, metavar="NAME")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each hostile client")
+    parser.add_argument("--seconds", type=float, default=20.0, help="duration of each attack")
     parser.add_argument("--quiet", type=float, default=8.0, help="seconds without it")
     parser.add_argument("--settle", type=float, default=SETTLE, help="seconds from its end to the look at what is left")
     parser.add_argument("--hostile-nice", type=int, default=10, help="nice value of the hostile client")
     parser.add_argument("--json", type=Path, help="file for all times")
-    parser.add_argument("--flags", nargs=argparse.REMAINDER, default=[], help="of the server, last")
+    parser.add_argument(
+        "--flags", nargs=argparse.REMAINDER, default=[], help="further flags of the server; must come last"
+    )
     options = parser.parse_args()
     print(" | ".join(HEADER), flush=True)
     results = []

@@ -22,7 +22,7 @@ Step = Callable[[torch.Tensor], object]
 """From logits, float32 [rows, vocab], which it may edit, to token ids (and log-probabilities) on the host."""
 
 
-class Order(TypedDict):
+class Command(TypedDict):
     """Case to time.
 
     Attributes:
@@ -44,7 +44,7 @@ class Order(TypedDict):
     seconds: float
 
 
-def logitship_step(order: Order, rows: int, vocab_size: int) -> Step:
+def logitship_step(command: Command, rows: int, vocab_size: int) -> Step:
     """Return a step of `Sampler.sample`. Each row has its own seed, as in the engine."""
     from logitship.builtin_processors.batch_processors import BUILTIN_LOGITS_PROCESSORS
     from logitship.sampler.batch_processors.interface import BatchUpdate
@@ -57,10 +57,10 @@ def logitship_step(order: Order, rows: int, vocab_size: int) -> Step:
     sampler = Sampler(vocab_size, device, builtin)
     params = [
         SamplingParams(
-            temperature=order["temperature"],
-            top_k=order["top_k"],
-            top_p=order["top_p"],
-            logprobs=order["logprobs"],
+            temperature=command["temperature"],
+            top_k=command["top_k"],
+            top_p=command["top_p"],
+            logprobs=command["logprobs"],
             seed=row,
         )
         for row in range(rows)
@@ -69,7 +69,7 @@ def logitship_step(order: Order, rows: int, vocab_size: int) -> Step:
     return sampler.sample
 
 
-def vllm_step(order: Order, rows: int, vocab_size: int) -> Step:
+def vllm_step(command: Command, rows: int, vocab_size: int) -> Step:
     """Run the `Sampler` of vLLM, and copy the result to the host as its model runner does."""
     from vllm.v1.sample.logits_processor import LogitsProcessors
     from vllm.v1.sample.logits_processor.builtin import (
@@ -82,16 +82,16 @@ def vllm_step(order: Order, rows: int, vocab_size: int) -> Step:
 
     config: Any = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=rows))
     builtin = (MinTokensLogitsProcessor, LogitBiasLogitsProcessor, MinPLogitsProcessor)
-    greedy = order["temperature"] == 0
+    greedy = command["temperature"] == 0
     sampler = Sampler()
     metadata = SamplingMetadata(
-        temperature=None if greedy else torch.full((rows,), order["temperature"]),
+        temperature=None if greedy else torch.full((rows,), command["temperature"]),
         all_greedy=greedy,
         all_random=not greedy,
-        top_p=torch.full((rows,), order["top_p"]) if order["top_p"] < 1 else None,
-        top_k=torch.full((rows,), order["top_k"], dtype=torch.int32) if order["top_k"] > 0 else None,
-        generators={row: torch.Generator().manual_seed(row) for row in range(rows)} if order["seeded"] else {},
-        max_num_logprobs=order["logprobs"],
+        top_p=torch.full((rows,), command["top_p"]) if command["top_p"] < 1 else None,
+        top_k=torch.full((rows,), command["top_k"], dtype=torch.int32) if command["top_k"] > 0 else None,
+        generators={row: torch.Generator().manual_seed(row) for row in range(rows)} if command["seeded"] else {},
+        max_num_logprobs=command["logprobs"],
         no_penalties=True,
         prompt_token_ids=None,
         frequency_penalties=torch.zeros(rows),
@@ -111,7 +111,7 @@ def vllm_step(order: Order, rows: int, vocab_size: int) -> Step:
     return step
 
 
-SIDES: dict[str, Callable[[Order, int, int], Step]] = {"logitship": logitship_step, "vllm": vllm_step}
+SIDES: dict[str, Callable[[Command, int, int], Step]] = {"logitship": logitship_step, "vllm": vllm_step}
 
 
 def seconds_of_steps(step: Step, logits: torch.Tensor, seconds: float) -> float:
@@ -129,17 +129,17 @@ def seconds_of_steps(step: Step, logits: torch.Tensor, seconds: float) -> float:
 
 
 def main() -> None:
-    """Report the version that runs here, then serve orders."""
+    """Report the version that runs here, then answer commands."""
     side = sys.argv[1]
 
-    def answer(order: Order) -> float:
-        logits = torch.from_numpy(np.load(order["logits"]))
-        step = SIDES[side](order, *logits.shape)
+    def answer(command: Command) -> float:
+        logits = torch.from_numpy(np.load(command["logits"]))
+        step = SIDES[side](command, *logits.shape)
         with torch.inference_mode():
             step(logits.clone())  # the first call pays for what is loaded late
-            return seconds_of_steps(step, logits, order["seconds"])
+            return seconds_of_steps(step, logits, command["seconds"])
 
-    def start() -> tuple[dict[str, str], Callable[[Order], float]]:
+    def start() -> tuple[dict[str, str], Callable[[Command], float]]:
         module = __import__(side)
         if side == "vllm":
             from vllm.platforms import current_platform

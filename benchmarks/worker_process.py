@@ -17,19 +17,19 @@ from typing import Any
 
 
 class WorkerProcess:
-    """Running worker. It is idle while it has no order, so that workers can take turns.
+    """A worker process. It is idle between commands, so that workers can take turns.
 
     Args:
-        python: that has what the worker measures.
+        python: interpreter of the worker's environment.
         script: calls `serve`.
         arguments: of the script.
         threads: of OpenMP; scripts take PyTorch's number from there.
 
     Attributes:
-        about: what the worker said first.
+        about: the worker's first message, such as the version that it measures.
 
     Raises:
-        SystemExit: it ended without an answer, here and in `ask`; its standard error has the reason.
+        SystemExit: the worker ended without an answer; also raised by `ask`. Its standard error has the reason.
     """
 
     def __init__(self, python: str, script: Path, arguments: Sequence[str], threads: int) -> None:
@@ -53,10 +53,10 @@ class WorkerProcess:
         assert self._process.stdout is not None
         self._process.stdout.close()
 
-    def ask(self, order: object) -> Any:
-        """Send an order, any JSON value, and wait for the answer."""
+    def ask(self, command: object) -> Any:
+        """Send a command, any JSON value, and wait for the answer."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
+        self._process.stdin.write(json.dumps(command) + "\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -80,10 +80,10 @@ def beside_vllm(
 
 
 def serve(start: Callable[[], tuple[object, Callable[[Any], object]]]) -> None:
-    """Serve orders until there are no more.
+    """Answer commands until there are no more.
 
     Args:
-        start: imports what is slow. Returns what the worker says of itself, and what answers an order.
+        start: imports what is slow. Returns the worker's first message, and the function that answers a command.
     """
     # Libraries print to standard output: what they print goes to standard error, and the answers keep the stream.
     answers = os.fdopen(os.dup(1), "w")

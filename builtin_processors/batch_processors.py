@@ -95,8 +95,8 @@ def make_logits_processors(
 ) -> LogitsProcessors:
     """Create the built-in batch processors, then the operator's, in order.
 
-    The thinking budget is only created if `vllm_config` has a `reasoning_config`; otherwise, requests with a budget are
-    refused.
+    The thinking-budget processor is only created if `vllm_config` has a `reasoning_config`; otherwise, requests with a
+    budget are refused.
 
     Args:
         plugins: result of `load_plugins`; row-level plugins are created when a request uses them.

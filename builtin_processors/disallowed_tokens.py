@@ -46,7 +46,7 @@ class DisallowedTokensLogitsProcessor(BuiltinProcessor):
     example: ClassVar[Mapping[str, Any]] = {"token_ids": [5]}
     is_mask = True
 
-    _last: _Positions | None = None  # a class attribute, because SGLang's class has no constructor to call
+    _last: _Positions | None = None  # a class attribute: subclasses written for SGLang call no constructor of ours
 
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> DisallowedTokens:
         """See `BuiltinProcessor.prepare`."""

@@ -1,4 +1,4 @@
-"""Ends an answer after a time. Behaves as in NVIDIA's logits-processor-zoo 0.2.1."""
+"""Ends the output after a time limit. Behaves as in NVIDIA's logits-processor-zoo 0.2.1."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ class ProcessorParams(BaseModel):
         Raises:
             ValueError: a parameter is invalid; names it and says what was expected.
         """
-        given = {name: params[name] for name in cls.model_fields if name in (params or {})} if params else {}
+        given = {name: params[name] for name in cls.model_fields if name in params} if params else {}
         try:
             return cls.model_validate(given, context={"model": model})
         except ValidationError as error:

@@ -33,12 +33,12 @@ def from_hugging_face(processor: Any) -> type[CustomLogitProcessor]:
     """Return a processor class that runs a processor of transformers on each row, as `model.generate` runs it on one.
 
     It is called with `input_ids`, int64 [1, tokens] with prompt and output, and `scores`, float32 [1, vocabulary]. Each
-    sequence has its own: a copy of the object, or an object made of the class. `processor=` of the client takes objects
-    and classes directly; use this for `to_str()`, `check()` and `register()`.
+    sequence gets its own: a copy of the object, or a new instance of the class. `processor=` of the client takes
+    objects and classes directly; use this for `to_str()`, `check()` and `register()`.
 
     Args:
         processor: a `LogitsProcessor` or a `LogitsProcessorList`, with its attributes; or a `LogitsProcessor` class,
-            whose constructor gets the arguments that `params` has. An argument named `tokenizer` that `params` lacks is
+            whose constructor gets its arguments from `params`. An argument named `tokenizer` that `params` lacks is
             the model's tokenizer.
 
     Raises:

@@ -181,7 +181,7 @@ def _resolve(root: Any, reference: str, place: str) -> Any:
 
 
 class _TooMuch(Exception):
-    """A check takes too many steps."""
+    """A check exceeds a limit."""
 
 
 class _SchemaCheck:

@@ -34,7 +34,7 @@ class CustomLogitProcessor(ProcessorBase, ABC):
     by these requests and may be lost at any time; keep the state of one sequence in
     `custom_param_list[i]["__req__"].state`.
 
-    A class may define `prepare(self, tokenizer, vocab_size)`, to make tables over the vocabulary: it is called once,
+    A class may define `prepare(self, tokenizer, vocab_size)`, to build tables over the vocabulary: it is called once,
     when the class is loaded for a model.
 
     Attributes:
@@ -84,7 +84,7 @@ class CustomLogitProcessor(ProcessorBase, ABC):
     def from_str(cls, text: str) -> CustomLogitProcessor:
         """Load a processor string into THIS process and return an instance of its class.
 
-        Loading runs the code in the string, with all rights of this process. Only load strings that you trust.
+        Loading runs the code in the string, with the privileges of this process. Only load strings that you trust.
 
         Raises:
             ProcessorLoadError: the string is malformed or its class cannot be rebuilt here.
@@ -99,7 +99,7 @@ class CustomLogitProcessor(ProcessorBase, ABC):
 
             raise ProcessorLoadError("the string only names a processor on a server; it contains no code to load")
         loaded = load_class(string, names_in_use())
-        let_prepare_first(loaded)  # nobody here knows the model
+        let_prepare_first(loaded)  # in its first call, which knows the model
         return cast(CustomLogitProcessor, instantiate(loaded))
 
     @classmethod
@@ -118,11 +118,11 @@ class CustomLogitProcessor(ProcessorBase, ABC):
         Needs the server's libraries. Takes about ten seconds. A notebook shows the returned report as a page.
 
         Args:
-            params: `custom_params` for the rows; several find more. None: the examples in `params_schema`.
+            params: `custom_params` for the rows; several cover more cases. None: the examples in `params_schema`.
             prompt: one or several prompts, for real logits.
             max_tokens: tokens per sequence.
             batch_sizes: numbers of rows of the timed calls.
-            ignore: names of checks that do not count, see `CheckReport.checks`.
+            ignore: names of checks whose failures are ignored, see `CheckReport.checks`.
             settings: the flags of `logitship check`: `model_path`, `tokenizer_path`, `processor_isolation`,
                 `sandbox_step_timeout`, ….
 

@@ -28,7 +28,7 @@ class ProcessorInfo:
         python: Python minor version of its bytecode, such as "3.11"; None if any version runs it, or if the string
             does not say.
         size: bytes that count towards the limit on registered processors.
-        created: when this version was registered, in seconds since 1970.
+        created: when this version was registered, as a Unix timestamp.
     """
 
     id: str

@@ -78,7 +78,7 @@ def test_wheel_has_one_top_level_name(wheel: Path) -> None:
     assert {name.split("/")[0].split("-")[0] for name in contents(wheel)} == {"logitship"}
 
 
-def test_plain_install_is_only_the_client(wheel: Path) -> None:
+def test_plain_install_requires_only_what_the_client_needs(wheel: Path) -> None:
     (metadata,) = (content for name, content in contents(wheel).items() if name.endswith(".dist-info/METADATA"))
     requirements = message_from_bytes(metadata).get_all("Requires-Dist") or []
     always = sorted(requirement.split(">")[0] for requirement in requirements if "extra ==" not in requirement)

@@ -1,4 +1,4 @@
-"""Edits of logits that do not exist yet: recorded by `promised_logits`, and applied when they do.
+"""Edits of logits that do not exist yet: recorded by `promised_logits`, and applied once they exist.
 
 A position is `row * vocab_size + token id`, within the rows of one call. Applying edits gives the same bits as the
 tensor operations that they were recorded from: each is one float32 operation per element, in the recorded order. Edits
@@ -16,14 +16,14 @@ import numpy.typing as npt
 
 MAX_EDITS = 64
 MAX_EDITS_PER_ROW = 4
-"""A log has at most `MAX_EDITS` edits, and this many more for each row. Steps of arithmetic count as edits. A
-processor with more gets its logits."""
+"""A log has at most `MAX_EDITS` edits and this many more per row, steps of arithmetic included. A call with more waits
+for its logits."""
 
 MAX_TOUCHED = 8
-"""Most elements that the edits of a log touch, as a multiple of those of the logits."""
+"""Maximum number of elements that the edits of a log touch, as a multiple of the number of logits."""
 
 FEW = 64
-"""Numbers that Python handles faster than NumPy."""
+"""Up to this many numbers, Python is faster than NumPy."""
 
 Positions: TypeAlias = npt.NDArray[np.integer[Any]]
 """Recorded as uint32, applied as int64."""
@@ -34,13 +34,13 @@ OPERATORS = ("+", "-", "*", "/", "r-")
 
 
 class Put(NamedTuple):
-    """Put values at positions. With values that differ, no position occurs twice."""
+    """Put values at positions, which are unique if the values differ."""
 
     positions: Positions
     values: Operand
 
     def touched(self, vocab_size: int) -> slice:
-        """Return the rows that may be affected, all others are not."""
+        """Return a range that contains all affected rows."""
         return _rows_between(self.positions, vocab_size)
 
 
@@ -51,7 +51,7 @@ class Fill(NamedTuple):
     value: float
 
     def touched(self, vocab_size: int) -> slice:
-        """Return the rows that may be affected, all others are not."""
+        """Return a range that contains all affected rows."""
         return _rows_between(self.rows, 1)
 
 
@@ -62,19 +62,19 @@ class Save(NamedTuple):
     register: int
 
     def touched(self, vocab_size: int) -> slice:
-        """Return the rows that may be affected, all others are not."""
+        """Return a range that contains all affected rows."""
         return _rows_between(self.positions, vocab_size)
 
 
 class Restore(NamedTuple):
-    """Put the values of a register at as many positions, none of which occurs twice, after some arithmetic."""
+    """Apply arithmetic to the values of a register, and put them at as many distinct positions."""
 
     positions: Positions
     register: int
     arithmetic: tuple[tuple[str, Operand], ...]
 
     def touched(self, vocab_size: int) -> slice:
-        """Return the rows that may be affected, all others are not."""
+        """Return a range that contains all affected rows."""
         return _rows_between(self.positions, vocab_size)
 
 
@@ -86,7 +86,7 @@ class EditRows(NamedTuple):
     operand: Operand
 
     def touched(self, vocab_size: int) -> slice:
-        """Return the rows that may be affected, all others are not."""
+        """Return a range that contains all affected rows."""
         return _rows_between(self.rows, 1)
 
 
@@ -97,7 +97,7 @@ class PutRows(NamedTuple):
     values: Floats
 
     def touched(self, vocab_size: int) -> slice:
-        """Return the rows that may be affected, all others are not."""
+        """Return a range that contains all affected rows."""
         return _rows_between(self.rows, 1)
 
 
@@ -113,7 +113,7 @@ class PutMask(NamedTuple):
     value: float
 
     def touched(self, vocab_size: int) -> slice:
-        """Return the rows that may be affected, all others are not."""
+        """Return a range that contains all affected rows."""
         return _rows_between(self.rows, 1)
 
 
@@ -121,7 +121,7 @@ Edit: TypeAlias = Put | Fill | Save | Restore | EditRows | PutRows | PutMask
 
 
 def most_edits(num_rows: int) -> int:
-    """Return the most edits of a log, and steps of their arithmetic."""
+    """Return the maximum number of edits of a log, steps of arithmetic included."""
     return MAX_EDITS + MAX_EDITS_PER_ROW * num_rows
 
 
@@ -130,7 +130,7 @@ GroupEdits: TypeAlias = Sequence[Edit]
 
 
 def may_forbid_most(edits: GroupEdits, vocab_size: int) -> bool:
-    """Return whether edits may set all of a row but a few logits to -inf. Fast."""
+    """Return whether edits probably set all but a few logits of a row to -inf. A cheap heuristic."""
     return any(
         (isinstance(edit, Fill | PutMask) and edit.value == -np.inf)
         or isinstance(edit, PutRows)
@@ -182,7 +182,7 @@ def same_bits(one: Floats, other: Floats) -> bool:
     if one is other:
         return True
     bits, other_bits = one.view(np.int32), other.view(np.int32)
-    # A look at some elements first: most vectors differ there.
+    # Compare a sample first: vectors that differ nearly always differ there.
     return np.array_equal(bits[::997], other_bits[::997]) and np.array_equal(bits, other_bits)
 
 

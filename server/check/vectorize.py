@@ -96,7 +96,8 @@ def rewritten_call(code: RowLoopCode, rewrite: Rewrite, variables: dict[str, Any
         variables: globals of the method.
 
     Raises:
-        Exception: the source does not run here by itself, because it uses variables of an enclosing function.
+        Exception: the definition fails here, because it uses variables of an enclosing function. Such variables in the
+            body fail when the result is called.
     """
     function = copy.deepcopy(code.function)
     function.decorator_list = []
@@ -217,7 +218,7 @@ class _Draft:
 
     def _rewrite(self, instead: str, write: str, *, needs_values: bool = False) -> Rewrite:
         used = [self._rows]
-        used += [self._columns] if f"{self._columns}" in write else []
+        used += [self._columns] if self._columns in write else []
         used += [self._values] if needs_values or not self._is_same else []
         before = "\n".join(f"{name} = []" for name in used)
         return Rewrite(self._line, before, instead, f"if {self._rows}:\n    {write}")
@@ -274,7 +275,7 @@ def _names_bound_in(loop: ast.For) -> set[str]:
 
 
 def _is_same_for_all(value: ast.expr, bound: set[str]) -> bool:
-    """Return whether the expression is the same for all rows: it uses nothing that the loop sets, and calls nothing.
+    """Return whether an expression is the same for all rows: uses nothing that the loop sets, and only calls `float`.
 
     Args:
         value: the expression.

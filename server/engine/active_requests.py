@@ -65,8 +65,8 @@ class ActiveRequest:
 class ActiveRequests:
     """Active requests by tenant and request id, and the delivery of their chunks.
 
-    `sequence_started`, `sequence_finished`, `deliver`, `fail_all` and the sinks are for the engine thread; all other
-    methods may be called from any thread.
+    `sequence_started`, `sequence_finished`, `deliver` and the sinks are for the engine thread; all other methods may be
+    called from any thread.
 
     Guarantees:
     * A request's processors are released once, after its last sequence has finished.

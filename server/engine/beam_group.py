@@ -96,7 +96,7 @@ class BeamGroup:
         width: number of beams.
         lead: the first beam. It is queued, and identifies the request even after it was dropped.
         spare_slots: slots of the request that no beam has, as a heap.
-        is_over: True once the answer was given.
+        is_answered: True once the answer was given.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class BeamGroup:
     ) -> None:
         self.width = search.width
         self.spare_slots: list[int] = []
-        self.is_over = False
+        self.is_answered = False
         self._hypotheses: Hypotheses[Continuation] = Hypotheses(search)
         self._num_candidates = min(
             search.num_candidates(len(sequence.sampling_params.end_token_ids)), search.width * vocab_size
@@ -128,7 +128,7 @@ class BeamGroup:
 
     @property
     def is_final(self) -> bool:
-        """True if the search is over."""
+        """True if no further step can improve the answer."""
         if not self._beams:
             return True
         first = self._beams[0]
@@ -191,7 +191,7 @@ class BeamGroup:
             reason: why there is none; None: the best hypotheses are the answer. If processors allowed fewer than `n`,
                 the rest is `ABSENT`.
         """
-        self.is_over = True
+        self.is_answered = True
         answered = [] if reason is not None else self._hypotheses.best[: self._n]
         for index, hypothesis in enumerate(answered):
             self._sink(self._chunk(index, hypothesis))

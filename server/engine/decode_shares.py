@@ -2,35 +2,34 @@
 
 A step reads the keys and values of all its sequences. A full batch of long sequences may take ten times as long as the
 few of another tenant, who would wait for it at every token. So long ones take turns: then a step is at most about twice
-as long as for the tenant with the least work. What sits a step out keeps its slot and its state.
+as long as for the tenant with the least work. A sequence that sits out a step keeps its slot and its state.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import abc, deque
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Row
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
 from logitship.server.requests.sequence import Sequence
 
 DECODE_SHARE = 0.5
-"""Most time that sequences add to a step while several tenants run, beyond twice what the tenant with the least work
-adds: this part of what a step takes for any number of sequences. In a step with prompts, down to half as much."""
+"""While several tenants run, sequences may add this fraction of the fixed time of a step, plus twice what the tenant
+with the least work adds. In a step with prompts, down to half of the fraction."""
 
 SEQUENCE_COST = 450
 """Cost of a sequence without its positions, in positions: 2.7 ms beside 6 microseconds, a model of 135 million
 parameters on two cores."""
 
-_MEMORY = 1 - 1 / 64
-"""Weight of an observation beside the next one."""
+_DECAY = 1 - 1 / 64
+"""Factor by which the weight of an observation shrinks with each later one."""
 
 _MIN_WEIGHT = 1.0
-"""Number of observations that those of a size count as, at least, however old they are."""
+"""Minimum weight of the observations of a size, however old they are."""
 
 _MIN_SPREAD = 0.05
-"""Least standard deviation of the observed positions, as a part of their mean, that tells their cost from the rest."""
+"""Minimum coefficient of variation of the observed positions for fitting their cost."""
 
 
 @dataclass
@@ -46,7 +45,7 @@ class _MeanStep:
     weight: float = 0.0
 
     def fade(self) -> None:
-        self.weight = max(_MIN_WEIGHT, self.weight * _MEMORY)
+        self.weight = max(_MIN_WEIGHT, self.weight * _DECAY)
 
     def add(self, positions: int, seconds: float) -> None:
         self.weight += 1
@@ -56,12 +55,11 @@ class _MeanStep:
 
 @dataclass
 class StepTime:
-    """The time of a step without prompts, as a line: a part for each position, and the rest.
+    """Linear model of the time of a step without prompts: a cost for each position, and a fixed part.
 
-    Least squares over the mean steps of each size, where the largest step of a size has less than twice the positions
-    of its smallest. The weight of older steps fades exponentially, but what is known of a size is kept:
-    otherwise a burst of sequences would find a server that has only run a few for an hour, and has learned the cost of
-    positions from noise.
+    Fitted by least squares to the mean step of each size; sizes are powers of two of positions. Older steps lose weight
+    exponentially, but no size drops below `_MIN_WEIGHT`: after an hour of small steps, the cost of a position would be
+    fitted to noise.
 
     Attributes:
         per_position: seconds for each position that the step attends to; 0 until steps with different numbers were
@@ -103,11 +101,11 @@ class DecodeShares:
     Guarantees:
     * The tenant with the least work is never held up.
     * The sequences of the others take turns. The beams of a search have theirs together.
-    * What costs more than its tenant's share of a step has its turn when the shares of so many steps have been saved.
+    * A sequence that costs more than its tenant's share of a step runs once the shares of enough steps have been saved.
 
     Attributes:
-        time: what steps take.
-        left: seconds that the selected sequences, and the prompts, have left for other work of the step.
+        time: model of the time of steps.
+        left: seconds that the selected sequences and the prompts leave over for other work of the step.
     """
 
     time: StepTime = field(default_factory=StepTime)
@@ -118,7 +116,7 @@ class DecodeShares:
     _saved: dict[str, float] = field(default_factory=dict)
     """Seconds of its shares that each tenant has not used."""
 
-    def select(self, sequences: Row[Sequence], prompts: float = 0.0) -> list[Sequence]:
+    def select(self, sequences: abc.Sequence[Sequence], prompts: float = 0.0) -> list[Sequence]:
         """Return the sequences that take part in the next step, in the same order.
 
         Args:
@@ -168,7 +166,7 @@ def positions(sequences: Iterable[Sequence]) -> int:
 
 
 def split(most: float, wanted: Mapping[str, float]) -> dict[str, float]:
-    """Divide an amount: each gets as much, or all that it wants."""
+    """Divide an amount by max-min fairness: each gets an equal share, or all that it wants if that is less."""
     given = dict.fromkeys(wanted, 0.0)
     for number, key in enumerate(sorted(wanted, key=wanted.__getitem__)):
         given[key] = min(wanted[key], most / (len(wanted) - number))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from collections.abc import Sequence as Row
 
 import torch
 
@@ -316,7 +315,7 @@ class Engine:
         return sorted(running)
 
     def _few_tokens(
-        self, incomplete: Row[int], depth: int, drafts: Mapping[int, ScheduledChunk]
+        self, incomplete: abc.Sequence[int], depth: int, drafts: Mapping[int, ScheduledChunk]
     ) -> dict[int, FewTokens]:
         """Return the tokens that may be sampled, for those of some rows for which they are few."""
         if not incomplete:
@@ -433,7 +432,7 @@ class Engine:
 
     def _end_search(self, group: BeamGroup, reason: FinishReason | None = None) -> None:
         """End a beam search: with its answer, or with `reason`. Does nothing if it has ended."""
-        if group.is_over:
+        if group.is_answered:
             return
         for beam in self._scheduler.matching(lambda sequence: sequence.lead is group.lead):
             self._remove(beam)

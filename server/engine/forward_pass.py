@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections import abc
 from collections.abc import Collection, Iterable, Mapping
-from collections.abc import Sequence as Row
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -124,18 +124,18 @@ class StepLogits:
         """Return those of the rows of a depth whose logits are computed when they are asked for."""
         return [row for row in rows if self._places[depth][row] >= len(self._complete)]
 
-    def single(self, depth: int, token_ids: Mapping[int, Row[int]]) -> dict[int, list[float]]:
+    def single(self, depth: int, token_ids: Mapping[int, abc.Sequence[int]]) -> dict[int, list[float]]:
         """Return the logits of some tokens of incomplete rows of a depth, by row."""
         values = iter(self._some(depth, token_ids).tolist())
         return {row: list(islice(values, len(tokens))) for row, tokens in token_ids.items()}
 
-    def _some(self, depth: int, token_ids: Mapping[int, Row[int]]) -> torch.Tensor:
+    def _some(self, depth: int, token_ids: Mapping[int, abc.Sequence[int]]) -> torch.Tensor:
         """Return the logits of some tokens of incomplete rows of a depth, float32 [tokens], row by row."""
         places = [self._places[depth][row] for row, tokens in token_ids.items() for _ in tokens]
         flat = [token for tokens in token_ids.values() for token in tokens]
         return self._output.some(torch.tensor(places), torch.tensor(flat))
 
-    def of(self, depth: int, rows: Row[int], few: Mapping[int, Row[int]]) -> torch.Tensor:
+    def of(self, depth: int, rows: abc.Sequence[int], few: Mapping[int, abc.Sequence[int]]) -> torch.Tensor:
         """Return the logits of some rows of a depth, once; may be edited in place.
 
         Args:

@@ -12,24 +12,24 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from logitship.server.requests.tenant_turns import TenantTurns
 
 UPLOAD_RATE = 16 << 20
-"""Bytes per second that a tenant may upload for long. To receive that much takes a few percent of a core."""
+"""Sustained upload rate of a tenant, in bytes per second. To receive that much takes a few percent of a core."""
 
 SHARED_UPLOAD_RATE = 8 << 20
-"""The same while others run. Bodies of many short strings take a quarter of a core at this rate, and a forward pass
-waits for its slowest thread."""
+"""The same while other tenants run. Bodies of many short strings take a quarter of a core at this rate, and a forward
+pass waits for its slowest thread."""
 
 UPLOAD_BURST = 4 << 20
-"""Bytes that a tenant may upload at once before."""
+"""Bytes that a tenant may upload before it is slowed down."""
 
-_TURN_REST = 10.0
-"""Rest after the beginning of a request, as a multiple of the event loop's time for that. The loop has about as much to
-do for the rest of the request."""
+_TURN_PAUSE = 10.0
+"""Pause after a request has begun, as a multiple of the event loop's time for that. The loop has about as much to do
+for the remainder of the request."""
 
-_MAX_TURN_REST = 0.05
+_MAX_TURN_PAUSE = 0.05
 """Seconds: the event loop may have been busy with other requests."""
 
 _REFUSALS = (HTTP_400_BAD_REQUEST, HTTP_413_CONTENT_TOO_LARGE, HTTP_429_TOO_MANY_REQUESTS)
-_REFUSAL_REST = 0.1
+_REFUSAL_PAUSE = 0.1
 """Seconds after a refusal until the next request of the tenant begins. The refusal of a large body takes several
 milliseconds, and a client that does not heed it sends the body again at once."""
 
@@ -37,7 +37,7 @@ milliseconds, and a client that does not heed it sends the body again at once.""
 class UploadPace:
     """Computes how long to wait before more of a tenant's bodies is received (a leaky bucket).
 
-    A tenant that uploads without end leaves the event loop to the others, and most of the cores.
+    A tenant that never stops uploading still leaves most of the event loop and of the cores to others.
 
     Args:
         others_run: returns whether sequences of other tenants than this one run.
@@ -61,7 +61,7 @@ class UploadPace:
 
 
 class UploadPaceMiddleware:
-    """Delays the bodies of callers that upload too fast. Bodies without a caller have no reader.
+    """Delays the bodies of callers that upload too fast. Nothing reads bodies of requests without a caller.
 
     While nothing receives a body, its connection is not read either, and TCP makes the client wait.
 
@@ -95,11 +95,11 @@ class UploadPaceMiddleware:
 
 
 class TurnsMiddleware:
-    """Lets the requests of each caller begin one after the other, with a rest in between if others would wait.
+    """Lets the requests of each caller begin one after the other, with a pause in between if others would wait.
 
     The event loop calls what is ready in order of arrival. Without turns, a request that arrives after two hundred of
     another caller would wait a second until all of those have been parsed and submitted, which would also slow down all
-    steps meanwhile: the loop takes the GIL and a core. Refused requests are followed by a longer rest.
+    steps meanwhile: the loop takes the GIL and a core. Refused requests are followed by a longer pause.
 
     Args:
         app: the application.
@@ -135,22 +135,22 @@ class TurnsMiddleware:
 
         await self._turns.take(tenant)
         try:
-            await self._rest_after_refusal(tenant)
+            await self._pause_after_refusal(tenant)
         except BaseException:  # cleanup, then re-raised
             self._turns.end(tenant)
             raise
         loop.call_soon(self._end, tenant, loop.time())
         await self._app(scope, receive, watched)
 
-    async def _rest_after_refusal(self, tenant: str) -> None:
+    async def _pause_after_refusal(self, tenant: str) -> None:
         refused_at = self._refused_at.pop(tenant, None)
         if refused_at is not None and self._others_run(tenant):
-            await self._sleep(refused_at + _REFUSAL_REST - asyncio.get_running_loop().time())
+            await self._sleep(refused_at + _REFUSAL_PAUSE - asyncio.get_running_loop().time())
 
     def _end(self, tenant: str, began: float) -> None:
         loop = asyncio.get_running_loop()
         if self._others_run(tenant):
-            rest = min(_MAX_TURN_REST, _TURN_REST * (loop.time() - began))
-            loop.call_later(rest, self._turns.end, tenant)
+            pause = min(_MAX_TURN_PAUSE, _TURN_PAUSE * (loop.time() - began))
+            loop.call_later(pause, self._turns.end, tenant)
         else:
             self._turns.end(tenant)

@@ -245,7 +245,10 @@ class RequestMetrics:
 
 
 class RequestMeter:
-    """Observes one request, from its arrival to its end. Engine thread only, except for the constructor."""
+    """Observes one request, from its arrival to its end.
+
+    Engine thread only, except for the constructor, `admitted`, and `delivered` when a shutdown fails the request.
+    """
 
     def __init__(self, metrics: RequestMetrics) -> None:
         self._metrics = metrics
@@ -388,7 +391,7 @@ class ProcessorCalls(Collector):
         )
         uses = CounterMetricFamily(
             "logitship_processor_calls",
-            "Calls of a processor: unread ones began before their logits existed, and never used one.",
+            "Calls of a processor, by logits: given at the start, or promised and then read or unread.",
             labels=["processor", "origin", "logits"],
         )
         names = [*map(floatToGoString, self._bounds), "+Inf"]

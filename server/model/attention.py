@@ -114,8 +114,8 @@ class DecodeBatch:
 
     Args:
         placed: the segments.
-        is_subset: other segments have slots between them: keys and values are copied first. Otherwise they are read in
-            place, with unused slots in between, which is cheaper than copying.
+        is_subset: copy the keys and values of these slots first. Otherwise all slots up to the highest are read in
+            place, including those of other segments, which is cheaper than copying.
         dtype: of the masks.
         device: of all tensors.
 
@@ -170,7 +170,7 @@ class DecodeBatch:
 
 
 def cheapest_batches(placed: Sequence[PackedSegment]) -> list[BatchedSegments]:
-    """Return the sequences of few tokens that should attend in one call; the others attend one by one.
+    """Return the batches in which sequences of few tokens attend; [] if separate calls are cheaper.
 
     Separate calls have an overhead each. One call for all reads as many positions as the longest sequence has, and
     computes as many tokens as the longest draft, for each sequence. So sequences with drafts may get a separate call.

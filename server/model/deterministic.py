@@ -39,7 +39,7 @@ _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
 numbers are in the remainder."""
 
 _CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-"""With a separate workspace for each stream, cuBLAS computes the same bits in every call of the same shape."""
+"""With this workspace configuration, cuBLAS computes the same bits in every call of the same shape."""
 
 
 class RowTiles(nn.Module):
@@ -156,7 +156,7 @@ def make_deterministic(model: PreTrainedModel) -> None:
             raise UnsupportedModel(
                 f"{type(model).__name__} cannot be served with --enable-deterministic-inference: {name} is a "
                 f"{type(module).__name__}, and only plain linear layers are known to compute each row by itself. "
-                "Serve a model that is not quantized and has no experts, or leave the flag out"
+                "Serve a model that is not quantized and has no experts, or remove the flag"
             )
 
 

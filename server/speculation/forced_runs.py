@@ -10,9 +10,8 @@ Assumption: the logits of certain tokens are finite. The engine looks at them af
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import abc, defaultdict
 from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Row
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
@@ -56,7 +55,7 @@ class ForcedRuns:
         self._max_run = max_run if sampler.can_draft else 0
         self._longest: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
 
-    def find(self, members: Row[Sequence], rows: Row[int], budget: int) -> dict[Sequence, ForcedRun]:
+    def find(self, members: abc.Sequence[Sequence], rows: abc.Sequence[int], budget: int) -> dict[Sequence, ForcedRun]:
         """Return the runs of some sequences.
 
         A token that ends its sequence is left to the sampler: nothing has to be computed after it.
@@ -76,7 +75,7 @@ class ForcedRuns:
             runs |= self._find(members, of_tenant, left // (len(by_tenant) - place))
         return runs
 
-    def _find(self, members: Row[Sequence], rows: Row[int], budget: int) -> dict[Sequence, ForcedRun]:
+    def _find(self, members: abc.Sequence[Sequence], rows: abc.Sequence[int], budget: int) -> dict[Sequence, ForcedRun]:
         runs: dict[Sequence, ForcedRun] = {}
         with _restored(members, rows):
             while rows and budget > 0:
@@ -107,14 +106,14 @@ class ForcedRuns:
         return min(self._longest.get(sequence, self._max_run) - length, sequence.num_missing - 1)
 
 
-def _before_end(sequence: Sequence, token_ids: Row[int]) -> Row[int]:
+def _before_end(sequence: Sequence, token_ids: abc.Sequence[int]) -> abc.Sequence[int]:
     """Return the tokens up to one that would end the sequence."""
     ends = (index for index, token in enumerate(token_ids) if sequence.is_ended_by(token))
     return token_ids[: next(ends, len(token_ids))]
 
 
 @contextmanager
-def _restored(members: Row[Sequence], rows: Row[int]) -> Iterator[None]:
+def _restored(members: abc.Sequence[Sequence], rows: abc.Sequence[int]) -> Iterator[None]:
     """Remove the tokens that were appended to the output lists inside."""
     lengths = {row: len(members[row].output_token_ids) for row in rows}
     try:

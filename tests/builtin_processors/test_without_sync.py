@@ -1,6 +1,6 @@
-"""`apply` of the built-in batch processors never synchronizes, and `update_state` copies asynchronously.
+"""Built-in processors never synchronize with the device, and `update_state` copies asynchronously.
 
-There need be no GPU for this: what would wait on one is visible in the operations that PyTorch is asked for.
+No GPU is needed: a `TorchDispatchMode` sees the operations that would synchronize.
 """
 
 from __future__ import annotations

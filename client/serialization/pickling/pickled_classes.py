@@ -63,7 +63,7 @@ def save_class(pickler: BasePickler, cls: type) -> None:
 
 
 def pickled_attributes(cls: type) -> dict[str, Any]:
-    """Return the attributes of a class that creating it does not make."""
+    """Return the attributes of a class that must be set after it is created."""
     recreated = _NOT_PICKLED | slot_names(cls)
     return {name: value for name, value in cls.__dict__.items() if name not in recreated}
 

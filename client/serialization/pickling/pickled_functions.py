@@ -33,7 +33,7 @@ def save_function(pickler: ModulePickler, function: types.FunctionType) -> None:
 
 
 def save_cell(pickler: ModulePickler, cell: types.CellType) -> None:
-    """Write an empty cell: `_fill_cell` fills it once its function exists, which may be its value."""
+    """Write an empty cell: `_fill_cell` fills it once the function exists, because its value may be that function."""
     pickler.save_reduce(types.CellType, (), obj=cell)
 
 

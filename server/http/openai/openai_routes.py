@@ -407,13 +407,15 @@ class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
     def _delta(self, continuation: Continuation, chunk: GenerationChunk) -> DeltaMessage:
         if self._tool_use is None:
             return {"content": chunk.text}
-        calls = self._tool_streams.setdefault(continuation.index, ToolCallStream(self._tool_use))
+        calls = self._tool_streams.get(continuation.index)
+        if calls is None:
+            calls = self._tool_streams[continuation.index] = ToolCallStream(self._tool_use)
         return calls.delta(chunk.text, is_last=chunk.finish_reason is not None)
 
     def _chat_ending(self, continuation: Continuation) -> ChoiceEnding:
         ending = self.ending(continuation)
         calls = self._tool_streams.get(continuation.index)
-        # OpenAI: the name of a function in tool_choice does not change the reason.
+        # As in OpenAI, the reason stays `stop` if tool_choice names a function.
         if ending["finish_reason"] == "stop" and calls is not None and calls.num_calls and calls.use.choice != "named":
             ending["finish_reason"] = "tool_calls"
         return ending

@@ -44,7 +44,7 @@ def model_info_of(engine: AsyncEngine) -> ModelInfoResponse:
 
 
 def server_info_of(engine: AsyncEngine) -> dict[str, Any]:
-    """Describe the settings, without the API keys, the model, and the state."""
+    """Describe the model, the state, and the settings except API keys."""
     settings = asdict(engine.config)
     for name in _SECRETS:
         del settings[name]

@@ -1,1 +1,1 @@
-"""Routes about tokens and for probes, which SGLang and vLLM have."""
+"""Tokenizer and health-check routes, as in SGLang and vLLM."""

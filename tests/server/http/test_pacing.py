@@ -10,8 +10,8 @@ import pytest
 
 from logitship.server.http.auth import Caller
 from logitship.server.http.pacing import (
-    _MAX_TURN_REST,
-    _REFUSAL_REST,
+    _MAX_TURN_PAUSE,
+    _REFUSAL_PAUSE,
     SHARED_UPLOAD_RATE,
     UPLOAD_BURST,
     UPLOAD_RATE,
@@ -120,9 +120,9 @@ def test_requests_without_a_caller_have_no_turn() -> None:
     assert begun == ["/health"]
 
 
-def test_turns_are_followed_by_a_rest_while_others_run() -> None:
+def test_turns_are_followed_by_a_pause_while_others_run() -> None:
     begun: list[str] = []
-    rests: list[float] = []
+    pauses: list[float] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         begun.append(scope["state"]["caller"].tenant)
@@ -134,7 +134,7 @@ def test_turns_are_followed_by_a_rest_while_others_run() -> None:
         ends: list[Any] = []
 
         def call_later(delay: float, callback: Any, *args: Any) -> None:
-            rests.append(delay)
+            pauses.append(delay)
             ends.append(lambda: callback(*args))
 
         loop.call_later = call_later  # type: ignore[assignment]
@@ -147,14 +147,14 @@ def test_turns_are_followed_by_a_rest_while_others_run() -> None:
 
     asyncio.run(scenario())
     assert begun == ["a", "b", "b", "a"]
-    assert rests == [_MAX_TURN_REST] * len(rests)  # ten times as long as its beginning, else
+    assert pauses == [_MAX_TURN_PAUSE] * len(pauses)  # ten times as long as its beginning, else
 
 
 @pytest.mark.parametrize(
-    ("status", "others_run", "rests"),
+    ("status", "others_run", "pauses"),
     [(429, True, 1), (429, False, 0), (400, True, 1), (413, True, 1), (404, True, 0), (200, True, 0)],
 )
-def test_refusals_are_followed_by_a_rest(status: int, others_run: bool, rests: int) -> None:
+def test_refusals_are_followed_by_a_pause(status: int, others_run: bool, pauses: int) -> None:
     slept: list[float] = []
     sent: list[Any] = []
 
@@ -175,11 +175,11 @@ def test_refusals_are_followed_by_a_rest(status: int, others_run: bool, rests: i
             await middleware(scope, None, send)  # type: ignore[arg-type]
 
     asyncio.run(scenario())
-    assert [0 < seconds <= _REFUSAL_REST for seconds in slept] == [True] * rests
+    assert [0 < seconds <= _REFUSAL_PAUSE for seconds in slept] == [True] * pauses
     assert len(sent) == 6
 
 
-def test_a_client_that_leaves_in_the_rest_ends_its_turn() -> None:
+def test_a_client_that_leaves_in_the_pause_ends_its_turn() -> None:
     async def app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 429})
 
@@ -193,7 +193,7 @@ def test_a_client_that_leaves_in_the_rest_ends_its_turn() -> None:
         leaves = asyncio.ensure_future(middleware(scope, None, send))  # type: ignore[arg-type]
         while not middleware._refused_at:
             await asyncio.sleep(0)
-        while middleware._refused_at:  # its rest begins
+        while middleware._refused_at:  # its pause begins
             await asyncio.sleep(0)
         leaves.cancel()
         await asyncio.gather(leaves, return_exceptions=True)
