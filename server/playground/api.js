@@ -3,6 +3,8 @@
 import { readEvents } from "./sse.js";
 
 const KEY = "logitship.api-key";
+/** The API key, where the browser forbids storage. */
+let kept = "";
 
 /** A failed request, with the server's message if there is one. */
 export class ApiError extends Error {
@@ -26,14 +28,19 @@ export function apiKey() {
   try {
     return sessionStorage.getItem(KEY) ?? "";
   } catch {
-    return "";
+    return kept;
   }
 }
 
 /** @param {string} key the API key; "" removes it */
 export function setApiKey(key) {
-  if (key) sessionStorage.setItem(KEY, key);
-  else sessionStorage.removeItem(KEY);
+  kept = key;
+  try {
+    if (key) sessionStorage.setItem(KEY, key);
+    else sessionStorage.removeItem(KEY);
+  } catch {
+    // kept until the page is closed
+  }
 }
 
 /**
@@ -42,7 +49,16 @@ export function setApiKey(key) {
  * @returns {Promise<any>}
  */
 export async function get(path) {
-  return (await send(path, {})).json();
+  return parsed(await send(path, {}));
+}
+
+/**
+ * Gets the text of a file.
+ * @param {string} path
+ * @returns {Promise<string>}
+ */
+export async function getText(path) {
+  return (await send(path, {})).text();
 }
 
 /**
@@ -53,7 +69,7 @@ export async function get(path) {
  */
 export async function post(path, body) {
   const headers = { "Content-Type": "application/json" };
-  return (await send(path, { method: "POST", headers, body: JSON.stringify(body) })).json();
+  return parsed(await send(path, { method: "POST", headers, body: JSON.stringify(body) }));
 }
 
 /**
@@ -87,7 +103,7 @@ export async function* stream(path, body, signal) {
  */
 async function send(path, options) {
   const key = apiKey();
-  const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${key}` } : {}) };
+  const headers = { ...options.headers, ...(key ? { Authorization: `Bearer ${bytesOf(key)}` } : {}) };
   let answer;
   try {
     answer = await fetch(path, { ...options, headers });
@@ -99,11 +115,27 @@ async function send(path, options) {
   throw asError(errorIn(text) ?? { message: text.slice(0, 500) || answer.statusText }, answer.status);
 }
 
+/** @param {Response} answer */
+async function parsed(answer) {
+  try {
+    return await answer.json();
+  } catch (error) {
+    throw new ApiError(`The response is not JSON: ${error.message}.`, { type: "network" }); // a proxy's page
+  }
+}
+
+/** Returns the UTF-8 bytes of a text as characters, as `fetch` takes the value of a header. */
+function bytesOf(text) {
+  return String.fromCharCode(...new TextEncoder().encode(text));
+}
+
+/** Returns the error object in a response; undefined if there is none, as in a proxy's error page. */
 function errorIn(text) {
   try {
-    return JSON.parse(text).error;
+    const { error } = JSON.parse(text);
+    return typeof error === "string" ? { message: error } : error;
   } catch {
-    return undefined; // perhaps a proxy's error page
+    return undefined;
   }
 }
 

@@ -52,10 +52,10 @@ export function bodyOf(mode, prompt, sampling, attached) {
     temperature,
     max_tokens,
     seed,
-    // Filters that are off are omitted: with temperature 0, the server refuses some of them.
-    ...(top_p < 1 ? { top_p } : {}),
-    ...(top_k > 0 ? { top_k } : {}),
-    ...(min_p > 0 ? { min_p } : {}),
+    // Filters that are off are omitted. Invalid values are sent, so that the server names the field.
+    ...(top_p === 1 ? {} : { top_p }),
+    ...(top_k === -1 || top_k === 0 ? {} : { top_k }),
+    ...(min_p === 0 ? {} : { min_p }),
     ...(stop.length ? { stop } : {}),
     ...(attached ? { custom_logit_processor: attached.processor, custom_params: attached.params } : {}),
     stream: true,

@@ -65,9 +65,11 @@ function refused(error) {
 // --- running ---
 
 async function run() {
-  if (running) return;
+  if (runButton.disabled) return; // it runs, or is not connected
   const request = readRequest();
+  clearAnswers();
   if (!request) return;
+  columns.with.title.textContent = `With ${panel.name()}`;
   const { processor, settings } = request;
   running = new AbortController();
   setRunning(true);
@@ -79,12 +81,12 @@ async function run() {
   setRunning(false);
   if (plain) showError(plain, columns.without);
   if (processed) showError(processed, columns.with);
-  else announce(signal.aborted ? "Stopped." : "Both answers are complete.");
+  if (!plain && !processed) announce(signal.aborted ? "Stopped." : "Both answers are complete.");
 }
 
 /** Reads the request from the inputs. Returns null, and shows the error, if an input is invalid. */
 function readRequest() {
-  clear();
+  clearErrors();
   const params = panel.checkParams();
   if (params === null) return refuse("The parameters are not valid JSON.", panel.params);
   const processor = panel.processor();
@@ -92,7 +94,6 @@ function readRequest() {
     panel.showError("The source defines no class. Define a subclass of CustomLogitProcessor.", "");
     return null;
   }
-  columns.with.title.textContent = `With ${panel.name()}`;
   try {
     return { processor: { processor, params }, settings: sampling() };
   } catch (error) {
@@ -108,11 +109,14 @@ function refuse(message, field) {
   return null;
 }
 
-function clear() {
-  Object.values(columns).forEach((column) => column.clear());
+function clearErrors() {
   panel.clearError();
   markField(null);
   banner("");
+}
+
+function clearAnswers() {
+  Object.values(columns).forEach((column) => column.clear());
   byId("trace").hidden = true;
 }
 
@@ -167,7 +171,7 @@ async function connect() {
     byId("server").textContent = model;
     panel.offer(examples, processors.data, info.enable_custom_logit_processor);
     await restore(info.enable_custom_logit_processor);
-    runButton.disabled = false;
+    runButton.disabled = running !== null;
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     if (error.status === 401) askForKey(apiKey() ? error.message : "");
@@ -181,7 +185,8 @@ async function restore(takesCode) {
   const stored = loadDraft();
   const last = shared ?? (stored && (panel.drafts.get(stored.choice) ?? stored));
   byId("notice").hidden = takesCode;
-  if (last && (takesCode || last.choice.startsWith("named:"))) {
+  const isNamed = panel.named.some(({ id }) => last?.choice === `named:${id}`);
+  if (last && (takesCode || isNamed)) {
     if (shared?.choice === "own") {
       const before = panel.drafts.get("own") ?? (stored?.choice === "own" ? stored : null);
       if (before?.source !== shared.source) panel.drafts.keep(before);
@@ -261,9 +266,12 @@ byId("request").addEventListener("submit", (event) => {
   event.preventDefault();
   run();
 });
-byId("request").addEventListener("input", saveInputs);
+byId("request").addEventListener("input", (event) => {
+  if (event.target !== panel.select) saveInputs(); // `choose` stores what the list changes
+});
 document.addEventListener("keydown", (event) => {
   if (event.key !== "Enter" || !(event.ctrlKey || event.metaKey) || event.defaultPrevented) return;
+  if (document.querySelector("dialog[open]")) return;
   event.preventDefault();
   run();
 });

@@ -1,6 +1,6 @@
 // The request's processor: an example, one of the server's processors, or the source in the editor.
 
-import { ApiError, get, post } from "./api.js";
+import { ApiError, get, getText, post } from "./api.js";
 import { announce, byId, h } from "./dom.js";
 import { Drafts } from "./drafts.js";
 import { createEditor } from "./editor.js";
@@ -282,7 +282,7 @@ export class ProcessorPanel {
 
 /** @param {Example} example @returns {Promise<string>} */
 async function sourceOf(example) {
-  return (await fetch(`playground/examples/${example.id}.py`)).text();
+  return getText(`playground/examples/${example.id}.py`);
 }
 
 /** Formats parameters as JSON with one line per parameter. */

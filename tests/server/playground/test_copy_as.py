@@ -44,6 +44,7 @@ def test_programs_give_the_answer_of_the_page(mode: str, playground: Playground,
             [sys.executable, f"ask_{language}.py"], cwd=tmp_path, capture_output=True, text=True, check=False
         )
         assert printed.stdout == f"{answer}\n", printed.stderr
+        assert playground.text("with") == answer
     printed = subprocess.run(["bash", "-c", copied(playground, "curl")], capture_output=True, text=True, check=True)
     (choice,) = httpx.Response(200, text=printed.stdout).json()["choices"]
     assert (choice["message"]["content"] if mode == "chat" else choice["text"]) == answer

@@ -55,6 +55,13 @@ def test_edited_example_is_kept_and_can_be_restored(playground: Playground) -> N
     assert kept(playground) == [re.compile(r"Lipogram, .+")]
 
 
+def test_looking_at_examples_edits_none(playground: Playground) -> None:
+    for example in ("example:alliteration", "example:lipogram", "example:alliteration"):
+        playground.choose(example)
+        expect(playground.page.locator("#about")).not_to_contain_text("Edited")
+        expect(playground.page.locator("#restore")).to_be_hidden()
+
+
 def kept(playground: Playground) -> list[re.Pattern[str]]:
     """Return the names of the kept drafts as patterns without the time."""
     texts = playground.page.locator("#kept-drafts option").all_text_contents()

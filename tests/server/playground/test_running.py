@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import httpx
+import pytest
 from playwright.sync_api import Page, Route, expect
 
 from .conftest import WAITING_PROCESSOR, Gate, Pages, Playground
@@ -224,6 +225,16 @@ def test_refused_field_is_marked(playground: Playground) -> None:
     expect(page.locator("#sampling-temperature")).to_be_focused()
 
 
+@pytest.mark.parametrize(("name", "value"), [("top_p", "1.5"), ("top_k", "-7"), ("min_p", "-0.5")])
+def test_invalid_filter_is_not_left_out(name: str, value: str, playground: Playground) -> None:
+    page = playground.page
+    playground.expect_console_error("400 (Bad Request)")
+    page.fill(f"#sampling-{name}", value)
+    page.click("#run")
+    expect(page.locator(f"#sampling-{name}")).to_have_attribute("aria-invalid", "true")
+    expect(page.locator("#with-error")).to_contain_text(name)
+
+
 def test_unreachable_server(playground: Playground) -> None:
     page = playground.page
     playground.expect_console_error("net::ERR_FAILED")
@@ -255,6 +266,13 @@ def test_error_response_without_json(playground: Playground) -> None:
     page.route("**/v1/chat/completions", lambda route: route.fulfill(status=502, body="<h1>a proxy's page</h1>"))
     page.click("#run")
     expect(page.locator("#with-error")).to_have_text("<h1>a proxy's page</h1>")
+
+
+def test_page_in_place_of_json(playground: Playground) -> None:
+    page = playground.page
+    page.route("**/server_info", lambda route: route.fulfill(body="<h1>Log in</h1>", content_type="text/html"))
+    page.reload()
+    expect(page.locator("#banner")).to_contain_text("The response is not JSON")
 
 
 # --- output of models and processors is text, not markup ---

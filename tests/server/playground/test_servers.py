@@ -18,7 +18,7 @@ from logitship.server.model.model_loader import LoadedModel
 
 from .conftest import Pages, Playground
 
-KEY = "the key"
+KEY = "the kéy €"
 
 
 class Serve(Protocol):
@@ -69,6 +69,19 @@ def test_page_asks_for_key(locked: str, pages: Pages) -> None:
     assert KEY not in page.url
     playground.open("/")
     expect(page.locator("#key-dialog")).to_be_hidden()
+
+
+def test_key_without_storage(locked: str, pages: Pages) -> None:
+    playground = pages.new(locked)
+    playground.expect_console_error("401 (Unauthorized)")
+    playground.page.add_init_script(
+        "Object.defineProperty(window, 'sessionStorage', {get() { throw new Error('forbidden'); }})"
+    )
+    playground.page.goto(locked)
+    type_key(playground, KEY)
+    expect(playground.page.locator("#run")).to_be_enabled()
+    playground.page.fill("#sampling-max_tokens", "3")
+    playground.run()
 
 
 def test_outdated_key(locked: str, pages: Pages) -> None:
