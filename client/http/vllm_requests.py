@@ -45,7 +45,12 @@ _OTHER_NAME = {
     "no_stop_trim": "include_stop_str_in_output",
     "sampling_seed": "seed",
 }
-_STRUCTURED_OUTPUTS = {"json_schema": "json", "regex": "regex", "ebnf": "grammar"}
+_STRUCTURED_OUTPUTS = {
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "structural_tag": "structural_tag",
+}
 _UNSUPPORTED = {
     "stop_regex": "vLLM does not support stop expressions",
     "logprobs_mode": "on vLLM only the operator can set this (--logprobs-mode)",

@@ -69,6 +69,7 @@ def test_generate_stream() -> None:
         ({"json_schema": "{}"}, "structured_outputs", {"json": "{}"}),
         ({"regex": "a+"}, "structured_outputs", {"regex": "a+"}),
         ({"ebnf": "root ::= a"}, "structured_outputs", {"grammar": "root ::= a"}),
+        ({"structural_tag": "{}"}, "structured_outputs", {"structural_tag": "{}"}),
         ({"max_thinking_tokens": 4}, "thinking_token_budget", 4),
         ({"thinking_token_budget": 4}, "thinking_token_budget", 4),
         ({"return_logprob": True}, "logprobs", 0),
