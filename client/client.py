@@ -261,11 +261,11 @@ class Client:
         self._send(requests.abort(rid))
 
     def abort_all(self) -> None:
-        """Cancel every request on the server, including those of other clients."""
+        """Cancel every request of this API key. Without keys, and on SGLang, those of all clients."""
         self._send(requests.abort(None))
 
     def flush_cache(self) -> None:
-        """Clear the server's prefix cache. The server refuses while requests are running."""
+        """Clear the server's prefix cache, and unload its processors. Refused while requests are running."""
         self._send(requests.flush_cache())
 
     def _upload(self, artifact: Artifact) -> None:

@@ -27,12 +27,12 @@ class ProcessorOptions(TypedDict, total=False):
     """Options of every generating method."""
 
     processor: ProcessorLike | Sequence[ProcessorLike | Sequence[ProcessorLike] | None] | None
-    """The request's processor, or a list of several that run in this order (not on SGLang servers).
+    """The request's processor, or a list of several that run in this order (on SGLang only with the plugin).
     For a batch of prompts, a list has one entry per prompt, each as for a single prompt; None for no processor."""
     params: Params | Sequence[Params | None] | None
     """The processor's parameters, `custom_params` on the wire. For a batch also a list, one per prompt."""
     logits_processors: Sequence[Mapping[str, Any] | str | Sequence[Mapping[str, Any] | str]]
-    """Several processors, each with its own parameters, run in this order (not on SGLang servers): dicts with
+    """Several processors, each with its own parameters, run in this order (on SGLang only with the plugin): dicts with
     `processor`, given as above, and `params`. Also the server's own callables, by `qualname`, `args` and `kwargs`, if
     its operator allows their names. For a batch also a list of such lists, one per prompt."""
     vllm_xargs: Mapping[str, Any]
