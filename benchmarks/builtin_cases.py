@@ -37,7 +37,7 @@ class Case:
         prompt_length: tokens of the history that are the prompt; None: half of it.
         says: what sets this case apart from others of the processor.
         sglang_class: what does the same in SGLang, if anything.
-        make_batch_processor: None: it is a row-level one.
+        make_batch_processor: None: it is a `CustomLogitProcessor`.
     """
 
     processor: str

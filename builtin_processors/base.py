@@ -14,7 +14,7 @@ from .params import ModelFacts, ProcessorParams
 
 
 class BuiltinProcessor(CustomLogitProcessor):
-    """A row-level processor that a request can ask for by name, without shipping code.
+    """A processor that a request can ask for by name, without shipping code.
 
     Data derived from the parameters is computed once, at admission (`prepare`), and shared by the request's sequences.
     Data that depends on the history belongs in `__req__.state`, is updated with the new tokens only, and must support

@@ -72,7 +72,7 @@ def check_mode(plugins: Sequence[Plugin], *, pooling: bool, speculative: bool) -
     Raises:
         ValueError: a processor is not supported. vLLM's message, with the names.
     """
-    at_batch_level = [plugin for plugin in plugins if not plugin.is_row_level]
+    at_batch_level = [plugin for plugin in plugins if not plugin.is_custom_logit_processor]
     if at_batch_level and pooling:
         raise ValueError(f"{STR_POOLING_REJECTS_LOGITSPROCS} ({_names(at_batch_level)})")
     unable = [plugin for plugin in at_batch_level if not plugin.is_speculative]
@@ -99,7 +99,7 @@ def make_logits_processors(
     budget are refused.
 
     Args:
-        plugins: result of `load_plugins`; row-level plugins are created when a request uses them.
+        plugins: result of `load_plugins`; `CustomLogitProcessor`s are created when a request uses them.
         vllm_config: vLLM's configuration.
         device: the device of the logits.
         is_pin_memory: whether to use pinned memory.
@@ -115,7 +115,7 @@ def make_logits_processors(
             *(
                 wrap(plugin.make(vllm_config, device, is_pin_memory, tokenizer), plugin.name)
                 for plugin in plugins
-                if not plugin.is_row_level
+                if not plugin.is_custom_logit_processor
             ),
         ]
     )

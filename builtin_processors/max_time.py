@@ -27,8 +27,8 @@ class MaxTimeParams(TargetTokenParams):
 
 
 @dataclass(frozen=True)
-class Deadline:
-    """The request's validated parameters: a token, and when to enforce it."""
+class TimeLimit:
+    """The request's validated parameters: a token, and the time after which it is enforced."""
 
     target: TargetToken
     max_time: float
@@ -39,7 +39,7 @@ class MaxTimeLogitsProcessor(BuiltinProcessor):
 
     It is enforced in each step until it is sampled: if a mask forbids it, the answer continues until it is allowed.
     `boost_token_str` replaces the EOS token by another one. With `complete_sentences`, the token is only enforced after
-    a full stop or a new line. The time in the queue does not count, unlike in the original's variant for vLLM.
+    a full stop or a new line. The time in the queue does not count, unlike in logits-processor-zoo's variant for vLLM.
 
     Args:
         clock: a monotonic clock, in seconds.
@@ -52,15 +52,15 @@ class MaxTimeLogitsProcessor(BuiltinProcessor):
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
 
-    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> Deadline:
+    def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> TimeLimit:
         """See `BuiltinProcessor.prepare`."""
         read = MaxTimeParams.read(params, model)
-        return Deadline(TargetToken.of(read, model), read.max_time)
+        return TimeLimit(TargetToken.of(read, model), read.max_time)
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         """Enforce the token in the rows whose time has elapsed, in place."""
         rows = custom_param_list or []
-        wanted: list[Deadline] = [self.prepared(params) for params in rows]
+        wanted: list[TimeLimit] = [self.prepared(params) for params in rows]
         now = self._clock()
         over = [self._is_over(params, each, now) for params, each in zip(rows, wanted, strict=True)]
         if any(over):
@@ -68,6 +68,6 @@ class MaxTimeLogitsProcessor(BuiltinProcessor):
             enforce(logits, tokens, to_device(over, np.bool_, logits.device))
         return logits
 
-    def _is_over(self, params: Mapping[str, Any], wanted: Deadline, now: float) -> bool:
+    def _is_over(self, params: Mapping[str, Any], wanted: TimeLimit, now: float) -> bool:
         started: float = params["__req__"].state.setdefault(f"{self.name}:started", now)
         return now - started > wanted.max_time and wanted.target.is_due(params, self.name)

@@ -75,14 +75,14 @@ class ParamsSchema:
             raise InvalidSchema(f"params_schema: {len(text)} bytes of JSON, at most {MAX_SCHEMA_BYTES} are allowed")
         self._root = orjson.loads(text)
         self._patterns: dict[str, LinearRegex] = {}
-        _Survey(self._root, self._patterns).visit(self._root, "params_schema", 0)
+        _SchemaValidator(self._root, self._patterns).visit(self._root, "params_schema", 0)
 
     def problem(self, params: Mapping[str, Any]) -> str:
         """Return what is wrong with parameters, such as `params.sentences: required`; "" if they match."""
-        run = _SchemaCheck(self._root, self._patterns, params)
+        run = _ParamsCheck(self._root, self._patterns, params)
         try:
             found = run.check(self._root, params, "params")
-        except _TooMuch as error:
+        except _LimitExceeded as error:
             return str(error)
         except RecursionError:
             return "params: nested too deeply to be checked against params_schema"
@@ -95,7 +95,7 @@ def as_json_schema(declared: Any) -> Any:
     return to_schema() if isinstance(declared, type) and callable(to_schema) else declared
 
 
-class _Survey:
+class _SchemaValidator:
     """Checks a schema itself: each keyword, its value and its references.
 
     Args:
@@ -180,11 +180,11 @@ def _resolve(root: Any, reference: str, place: str) -> Any:
     return found
 
 
-class _TooMuch(Exception):
+class _LimitExceeded(Exception):
     """A check exceeds a limit."""
 
 
-class _SchemaCheck:
+class _ParamsCheck:
     """One check of parameters, with its remaining steps."""
 
     def __init__(self, root: Any, patterns: Mapping[str, LinearRegex], params: Any) -> None:
@@ -196,13 +196,13 @@ class _SchemaCheck:
         self._depth = 0
 
     def spend(self, steps: int = 1) -> None:
-        """Count steps."""
+        """Deduct steps from the budget."""
         self._steps -= steps
         if self._steps < 0 and not self._is_extended:
             self._is_extended = True
             self._steps += STEPS_PER_ELEMENT * _count(self._params)
         if self._steps < 0:
-            raise _TooMuch("params: checking them against params_schema takes too long")
+            raise _LimitExceeded("params: checking them against params_schema takes too long")
 
     def check(self, schema: Any, value: Any, path: str) -> Problem | None:
         """Check a value against a schema; return the first problem."""
@@ -211,7 +211,7 @@ class _SchemaCheck:
             return None if schema else Problem(path, "not allowed")
         self._depth += 1
         if self._depth > 4 * _MAX_DEPTH:
-            raise _TooMuch(f"{path[:200]}: params_schema refers to itself without an end")
+            raise _LimitExceeded(f"{path[:200]}: params_schema recurses infinitely")
         for keyword, argument in schema.items():
             self.spend()
             if (found := self._check_keyword(keyword, argument, schema, value, path)) is not None:
@@ -237,7 +237,7 @@ class _SchemaCheck:
         regex = self._patterns[pattern]
         size = len(text) * regex.size
         if size > MAX_SEARCH:
-            raise _TooMuch(f"params: a text of {len(text)} characters is too long for a pattern of params_schema")
+            raise _LimitExceeded(f"params: a text of {len(text)} characters is too long for a pattern of params_schema")
         self.spend(size // _REGEX_SIZE_PER_STEP)
         return regex.is_found_in(text)
 

@@ -318,7 +318,7 @@ KEYWORDS: Mapping[str, Check] = {
 WITH_SCHEMA = frozenset({"additionalProperties", "items", "not", "propertyNames"})
 _NUMBER = (_is_number, "a number")
 _SIZE = (_is_size, "an integer, 0 or greater")
-_SCHEMA = (_is_anything, "")  # `_Survey.visit` says it
+_SCHEMA = (_is_anything, "")  # checked by `_SchemaValidator.visit`
 _SCHEMAS = (_is_schemas, "a list of schemas, not empty")
 VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "$ref": (_is_string, "a string"),

@@ -249,7 +249,7 @@ class SamplingParams:
         }
         return tuple(name for name, used in fields.items() if used)
 
-    # SGLang's names for the same things: row-level processors read these.
+    # SGLang's names for the same things: processors read these.
     @property
     def max_new_tokens(self) -> int | None:
         """SGLang's name for `max_tokens`."""

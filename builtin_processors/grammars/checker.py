@@ -26,8 +26,8 @@ class GrammarChecker:
 
     Args:
         tokenizer: the arguments of `check.make_tokenizer`.
-        deadline: maximum CPU seconds per grammar.
-        patience: maximum seconds to wait for the process to start, and for its answer.
+        cpu_limit: maximum CPU seconds per grammar.
+        timeout: maximum seconds to wait for the process to start, and for its answer.
         idle_timeout: seconds without a grammar after which the process is ended.
 
     Attributes:
@@ -37,13 +37,13 @@ class GrammarChecker:
     def __init__(
         self,
         tokenizer: dict[str, Any],
-        deadline: float = 5.0,
-        patience: float = 60.0,
+        cpu_limit: float = 5.0,
+        timeout: float = 60.0,
         idle_timeout: float = 30.0,
     ) -> None:
         self._tokenizer = tokenizer
-        self._deadline = deadline
-        self._patience = patience
+        self._cpu_limit = cpu_limit
+        self._timeout = timeout
         self._idle_timeout = idle_timeout
         self.took_long = False
         self._lock = threading.Lock()
@@ -136,7 +136,7 @@ class GrammarChecker:
                 env={},  # it needs nothing of it, and must not get the operator's keys
             )
             self._end = weakref.finalize(self, _end, self._process)
-            _send(self._process, (self._deadline, self._tokenizer))
+            _send(self._process, (self._cpu_limit, self._tokenizer))
             if not self._answer(self._process):
                 raise ChildProcessError("the checker process ended before it was ready")
         return self._process
@@ -144,8 +144,8 @@ class GrammarChecker:
     def _answer(self, process: subprocess.Popen[str]) -> str:
         """Return the next line; empty if the process has exited."""
         assert process.stdout is not None
-        if not wait([process.stdout.fileno()], self._patience):
-            raise TimeoutError(f"no answer in {self._patience:g} seconds")
+        if not wait([process.stdout.fileno()], self._timeout):
+            raise TimeoutError(f"no answer in {self._timeout:g} seconds")
         return process.stdout.readline()
 
 

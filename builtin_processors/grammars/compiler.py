@@ -42,8 +42,8 @@ class GrammarCompiler:
     Args:
         model: the model.
         max_grammars: size of the LRU cache.
-        deadline: maximum CPU seconds per grammar.
-        patience: maximum seconds to wait for other grammars, and for a checker's answer.
+        cpu_limit: maximum CPU seconds per grammar.
+        timeout: maximum seconds to wait for other grammars, and for a checker's answer.
         num_checkers: checker processes, which start when they are needed; None: a quarter of the cores, at least 2.
 
     Raises:
@@ -55,15 +55,15 @@ class GrammarCompiler:
         model: ModelFacts,
         *,
         max_grammars: int = 128,
-        deadline: float = 5.0,
-        patience: float = 60.0,
+        cpu_limit: float = 5.0,
+        timeout: float = 60.0,
         num_checkers: int | None = None,
     ) -> None:
         arguments = _tokenizer_arguments(model)
         self._tokenizer = check.make_tokenizer(**arguments)
-        self._patience = patience
+        self._timeout = timeout
         count = num_checkers or max(2, len(os.sched_getaffinity(0)) // 4)
-        self._checkers = [GrammarChecker(arguments, deadline, patience) for _ in range(count)]
+        self._checkers = [GrammarChecker(arguments, cpu_limit, timeout) for _ in range(count)]
         self._slots = FairSlots(self._checkers, _MAX_WAITING)
         self._texts: dict[int, bytes] = {}
         self._lock = threading.Lock()
@@ -123,7 +123,7 @@ class GrammarCompiler:
         if known is not None:
             return known
         try:
-            with self._slots.use(current_tenant.get(), self._patience) as checker:
+            with self._slots.use(current_tenant.get(), self._timeout) as checker:
                 # Another request may have sent the same grammar while this one waited.
                 return self._known(key) or self._make(key, grammar, checker)
         except TenantQueueFull:

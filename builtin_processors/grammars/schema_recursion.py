@@ -1,4 +1,4 @@
-"""Finds JSON schemas that refer to themselves without an end, so that no text matches them.
+"""Finds infinitely recursive JSON schemas, which no text matches.
 
 llguidance accepts some of these, and the output would nest forever; of the others it only says `NoExtensionBias`.
 """
@@ -14,7 +14,7 @@ _MAX_VISITS = 100_000
 
 
 def check_recursion(schema: Any) -> None:
-    """Refuse a schema that refers to itself without an end.
+    """Refuse an infinitely recursive schema.
 
     Raises:
         ValueError: no text matches it; says where it refers to itself.
@@ -25,7 +25,7 @@ def check_recursion(schema: Any) -> None:
         return
     if found is not None:
         at, target = found
-        raise ValueError(f"no text matches it: {at} refers to {target}, which needs it again, without an end")
+        raise ValueError(f"no text matches it: infinite recursion: {at} refers back to {target}")
 
 
 class _TooLarge(Exception):
@@ -42,23 +42,23 @@ class _Recursion:
     def __init__(self, schema: Any) -> None:
         self._schema = schema
         self._visits = 0
-        self._ending: set[str] = set()
+        self._satisfiable: set[str] = set()
         """Targets of references that some text matches, as far as they are known."""
 
     def endless_reference(self) -> tuple[str, str] | None:
-        """Return the place of a reference without an end, and its target; None if the schema has none."""
+        """Return the place of an infinitely recursive reference, and its target; None if there is none."""
         targets = {"#", *self._targets(self._schema)}
         found = True
-        while found:  # a target may end because of one that was found to end
-            new = {each for each in targets - self._ending if self._ends(self._resolved(each))}
-            self._ending |= new
+        while found:  # a target may need another one that was found in this pass
+            new = {each for each in targets - self._satisfiable if self._is_satisfiable(self._resolved(each))}
+            self._satisfiable |= new
             found = bool(new)
-        return None if "#" in self._ending else self._endless("#", self._schema, set())
+        return None if "#" in self._satisfiable else self._endless("#", self._schema, set())
 
     def _endless(self, at: str, schema: Any, passed: set[str]) -> tuple[str, str] | None:
-        """Follow the parts without an end to a reference that was passed before."""
+        """Follow parts that no text matches to a reference that was passed before."""
         for group in _needed(schema):
-            if any(self._ends(part) for _, part in group):
+            if any(self._is_satisfiable(part) for _, part in group):
                 continue
             path, part = group[0]
             if path != "/$ref":
@@ -68,12 +68,12 @@ class _Recursion:
             return self._endless(part.target, self._resolved(part.target), passed | {part.target})
         return None
 
-    def _ends(self, schema: Any) -> bool:
+    def _is_satisfiable(self, schema: Any) -> bool:
         """Return whether some text matches, as far as is known."""
         self._visit()
         if isinstance(schema, _Reference):
-            return schema.target in self._ending
-        return all(any(self._ends(part) for _, part in group) for group in _needed(schema))
+            return schema.target in self._satisfiable
+        return all(any(self._is_satisfiable(part) for _, part in group) for group in _needed(schema))
 
     def _targets(self, schema: Any) -> Iterator[str]:
         self._visit()

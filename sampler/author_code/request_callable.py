@@ -96,7 +96,7 @@ def convention_of(function: object) -> Convention:
     except (TypeError, ValueError):
         raise TypeError(f"{name} has no signature: wrap it in a function; {_EXPECTED}") from None
     if "custom_param_list" in signature.parameters:
-        raise TypeError(f"{name} is a row-level processor, not a request-level callable: give its class, or ship it")
+        raise TypeError(f"{name} is a CustomLogitProcessor, not a request-level callable: give its class, or ship it")
     two, three = accepts(signature, 2), accepts(signature, 3)
     if _is_hugging_face(function, signature):
         if not two:

@@ -2,8 +2,8 @@
 
 They are specified as in vLLM: a class object, `module:Class`, a constructor `{"qualname", "args", "kwargs"}`
 (vllm-project/vllm#17799), or an installed package's entry point in the group `vllm.logits_processors`. vLLM accepts
-batch processors only. logitship also accepts a request-level callable, which runs on every request, and a row-level
-class, which requests ask for by the name that the operator wrote.
+batch processors only. logitship also accepts a request-level callable, which runs on every request, and a
+`CustomLogitProcessor` class, which requests ask for by the name that the operator wrote.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class Plugin:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def is_row_level(self) -> bool:
-        """True for a class of contract 2. It only runs for requests that ask for it."""
+    def is_custom_logit_processor(self) -> bool:
+        """True for a `CustomLogitProcessor` class, which only runs for requests that ask for it."""
         return isinstance(self.target, type) and issubclass(self.target, CustomLogitProcessor)
 
     @property
@@ -207,9 +207,9 @@ def _checked(plugin: Plugin) -> Plugin:
             f"logits processor {plugin.name}: derives from the LogitsProcessor of the installed vLLM. It runs in that "
             "vLLM; to run it in logitship, use an environment without vLLM"
         )
-    if plugin.is_row_level and (plugin.args or plugin.kwargs):
+    if plugin.is_custom_logit_processor and (plugin.args or plugin.kwargs):
         raise PluginLoadError(
-            f"logits processor {plugin.name}: a row-level processor takes no constructor arguments; "
+            f"logits processor {plugin.name}: a CustomLogitProcessor takes no constructor arguments; "
             "requests send params"
         )
     if isinstance(target, LogitsProcessor | SlotLogitsProcessor):

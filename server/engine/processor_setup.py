@@ -61,11 +61,11 @@ def load_batch_processors(config: ServerConfig) -> list[Plugin]:
 
 
 def make_registry(plugins: list[Plugin], trees: Mapping[str, TokenTree]) -> Registry:
-    """Return the installed processors: the built-in ones, and the row-level ones among the plugins."""
+    """Return the installed processors: the built-in ones, and the `CustomLogitProcessor`s among the plugins."""
     registry = installed_processors()
     registry.add(TreeLogitsProcessor.name, TreeLogitsProcessor, partial(TreeLogitsProcessor, trees))
     for plugin in plugins:
-        if plugin.is_row_level:
+        if plugin.is_custom_logit_processor:
             registry.add(plugin.name, plugin.target)
     return registry
 

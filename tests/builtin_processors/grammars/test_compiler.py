@@ -78,7 +78,7 @@ def model(tokenizer: Tokenizer) -> ModelView:
 
 @pytest.fixture(scope="module")
 def compiler(model: ModelView) -> GrammarCompiler:
-    return GrammarCompiler(model, deadline=DEADLINE)
+    return GrammarCompiler(model, cpu_limit=DEADLINE)
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -102,7 +102,7 @@ def test_expensive_grammars_are_refused_in_time(compiler: GrammarCompiler, name:
 
 
 def test_refusal_is_cached(model: ModelView) -> None:
-    compiler = GrammarCompiler(model, deadline=0.5)
+    compiler = GrammarCompiler(model, cpu_limit=0.5)
     grammar = from_json_schema({"type": "integer", "multipleOf": 99999989})
     for _ in range(2):
         with pytest.raises(ValueError, match=TIME):
@@ -222,7 +222,7 @@ def tokenizer_arguments(model: ModelView) -> dict[str, Any]:
 
 def test_busy_machine_refuses_no_grammar(model: ModelView) -> None:
     """Only CPU time counts: the process is stopped for longer than a grammar may take."""
-    checker = GrammarChecker(tokenizer_arguments(model), deadline=1.0)
+    checker = GrammarChecker(tokenizer_arguments(model), cpu_limit=1.0)
     checker.check(from_regex("a"))
     process = checker._process
     assert process is not None
@@ -243,16 +243,16 @@ def test_unchecked_grammar_is_not_cached(model: ModelView) -> None:
     process = compiler._checkers[0]._process
     assert process is not None
     process.send_signal(signal.SIGSTOP)
-    compiler._checkers[0]._patience = 0.01
+    compiler._checkers[0]._timeout = 0.01
     with pytest.raises(PreparationUnavailable, match="try again later"):
         compiler.compile(from_regex("b"))
     assert process.poll() == -signal.SIGKILL
-    compiler._checkers[0]._patience = 60.0
+    compiler._checkers[0]._timeout = 60.0
     compiler.compile(from_regex("b"))
 
 
 def test_wait_for_other_checks_times_out(model: ModelView) -> None:
-    compiler = GrammarCompiler(model, patience=0.01, num_checkers=1)
+    compiler = GrammarCompiler(model, timeout=0.01, num_checkers=1)
     with compiler._slots.use("a", 0), pytest.raises(PreparationUnavailable, match="other grammars: try again later"):
         compiler.compile(from_regex("a"))
     assert compiler._checkers[0]._process is None
@@ -310,7 +310,7 @@ def test_refusals_do_not_evict_grammars(model: ModelView) -> None:
 
 
 def test_long_check_continues_at_low_priority(model: ModelView) -> None:
-    checker = GrammarChecker(tokenizer_arguments(model), deadline=2.0)
+    checker = GrammarChecker(tokenizer_arguments(model), cpu_limit=2.0)
     checker.check(from_regex("a"))
     process = checker._process
     assert process is not None
@@ -343,7 +343,7 @@ def test_tenant_with_a_long_grammar_continues_at_low_priority(
         original(self, grammar, at_low_priority=at_low_priority)
 
     monkeypatch.setattr(GrammarChecker, "check", recorded)
-    compiler = GrammarCompiler(model, deadline=0.3, num_checkers=1)
+    compiler = GrammarCompiler(model, cpu_limit=0.3, num_checkers=1)
     with pytest.raises(ValueError, match=TIME):
         compiler.compile(from_json_schema({"type": "integer", "multipleOf": 99999989}))
     with on_behalf_of("another"):

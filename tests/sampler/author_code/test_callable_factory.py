@@ -208,7 +208,7 @@ def test_clone_is_preferred() -> None:
         (lambda row: row, (), r"takes \(row\): expected a callable of \(output_token_ids, logits\)"),
         (lambda *args: args[-1], (), "with two arguments and with three"),
         (lambda input_ids, scores, k: scores, (), "more than input_ids and scores"),
-        (RowLevel(), (), "RowLevel is a row-level processor"),
+        (RowLevel(), (), "RowLevel is a CustomLogitProcessor"),
         ([Counter()], (), "list is not callable"),
         ("module:Class", (), "str is not callable"),
         (min, (), "min has no signature"),

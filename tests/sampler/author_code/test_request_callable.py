@@ -105,7 +105,7 @@ def test_signature_determines_convention(function: object, convention: Conventio
         (min, "min has no signature: wrap it in a function"),
         ([of_output], "list is not callable: expected"),
         (None, "NoneType is not callable: expected"),
-        (RowLevel(), "RowLevel is a row-level processor, not a request-level callable"),
+        (RowLevel(), "RowLevel is a CustomLogitProcessor, not a request-level callable"),
         (torch.nn.ReLU(), "ReLU takes .* expected"),
     ],
 )

@@ -166,9 +166,9 @@ def test_request_level_callables_run_on_every_request(module: str) -> None:
 
 
 def test_row_level_classes_run_on_request(module: str) -> None:
-    assert load_plugin("my_plugins:Row").is_row_level
-    assert not load_plugin("my_plugins:Shift").is_row_level
-    assert not load_plugin("my_plugins:double").is_row_level
+    assert load_plugin("my_plugins:Row").is_custom_logit_processor
+    assert not load_plugin("my_plugins:Shift").is_custom_logit_processor
+    assert not load_plugin("my_plugins:double").is_custom_logit_processor
 
 
 def test_entry_points_load_first(module: str, entry_point: Callable[[str, str], None]) -> None:
