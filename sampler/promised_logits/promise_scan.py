@@ -80,7 +80,8 @@ def _codes(cls: type) -> Iterator[CodeType]:
             value = value.__func__
         if isinstance(value, property):
             waiting += [value.fget, value.fset]
-        elif isinstance(value, FunctionType) and not _is_library(value):
+        elif isinstance(value, FunctionType) and not _is_library(value) and id(value) not in seen:
+            seen.add(id(value))  # it may call itself
             waiting.append(value.__code__)
             waiting += [value.__globals__.get(name) for name in value.__code__.co_names]
             waiting += [cell.cell_contents for cell in value.__closure__ or () if _is_filled(cell)]

@@ -24,6 +24,18 @@ class Base(CustomLogitProcessor):
     def __init__(self):
         super().__init__()
 
+def calls_itself(node):
+    return node and calls_itself(node[0])
+
+def calls_the_other(node):
+    return node and calls_this(node[0])
+
+def calls_this(node):
+    return node and calls_the_other(node[0])
+
+def compares_types(value):
+    return compares_types(value) if value is None else type(value) is torch.Tensor
+
 class Scanned(Base):
     pattern = re.compile("a")
 
@@ -58,6 +70,7 @@ def reason(body: str) -> str:
         ("logits.__class__ = Tensor", "it replaces the class of an object"),
         ("sys.settrace(None)", "it traces its execution"),
         ("with torch._C.DisableTorchFunctionSubclass(): logits += 1", "it switches off tensor classes"),
+        ("compares_types(logits)", "it compares the type of an object"),
     ],
 )
 def test_dense(body: str, expected: str) -> None:
@@ -75,6 +88,8 @@ def test_dense(body: str, expected: str) -> None:
         "assert logits.__class__ is torch.Tensor",
         "logits.data[0] = 1",
         "compile = 1; self.export = compile",
+        "calls_itself([[]]); calls_this([[]])",
+        "inner = lambda node: node and inner(node[0]); inner([[]])",
     ],
 )
 def test_not_dense(body: str) -> None:
