@@ -64,6 +64,8 @@ def _positional(args: tuple[Any, ...], kwargs: Mapping[str, Any], names: tuple[s
         kwargs: the others.
         names: names of all but the first. A number may be the `value` where a tensor is the `src`.
     """
+    if "src" in kwargs and not isinstance(kwargs["src"], torch.Tensor):
+        return ()
     expected = names[len(args) - 1 :]
     if "value" in kwargs and expected[-1:] == ("src",) and not isinstance(kwargs["value"], torch.Tensor):
         expected = (*expected[:-1], "value")
@@ -336,7 +338,7 @@ def _select(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return NotImplemented if state is None else wrap(state)
 
 
-_ELEMENT = torch.empty(1)
+_ELEMENT = torch.empty(())
 """Has the dtype and the device of logits."""
 
 

@@ -178,6 +178,9 @@ RECORDED = [
     "for x in (l, l[0]): z = torch.empty_like(x); assert z.stride() == x.stride() and z.shape == x.shape",
     "z = l[0].new_zeros(2, 3); assert z.is_contiguous() and z.dtype is torch.float32; l[0] += z[0, 0]",
     "l[0, ids] = l.new_tensor([4.])",
+    "keep = l[0, 5].clone(); l[0, 5] = keep + torch.ones_like(keep)",
+    "keep = l[0, ids]; l[0, ids] = keep + torch.full_like(keep, 2.)",
+    "l.scatter_(1, index, value=-1.0); l.scatter_(1, index, src=src)",
     "torch.manual_seed(3); l[0] += torch.randn_like(l[0])",
     "l.note = 3; l[0, 1] = float(l.note)",
     "with torch.no_grad(): l[0] = 1",
@@ -248,6 +251,7 @@ RAISING = [
     "len(l[0, 0])",
     "l[0, ids] = torch.ones(3, dtype=torch.float64)",
     "l.fill_(vec)",
+    "l.scatter_(1, index, src=-1.0)",
     "i = torch.tensor([-1, 2, 3]); l[:, i] += 1; l.index_add_(1, i, src)",
     "i = torch.tensor([-1, 2, 3]); l[:, i] = 0; l.index_copy_(1, i, src)",
     "i = torch.tensor([-1, 2, 3]); l[:, i] = l.index_select(1, i)",
@@ -526,6 +530,20 @@ def test_too_many_edits_are_not_recorded() -> None:
     found = promised(program, example_logits())
     assert_same(found, eager(program, example_logits()))
     assert found.was_read
+
+
+@pytest.mark.parametrize(("steps", "was_read"), [(255, False), (256, True)])
+def test_too_many_steps_for_one_value_are_not_recorded(steps: int, was_read: bool) -> None:
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        values = logits[:, [5]]
+        for _ in range(steps):
+            values = values * 0.999
+        logits[:, [5]] = values
+        return logits
+
+    found = promised(program, example_logits(rows=49))
+    assert_same(found, eager(program, example_logits(rows=49)))
+    assert found.was_read == was_read
 
 
 def test_log_of_row_by_row_bans_is_short() -> None:
