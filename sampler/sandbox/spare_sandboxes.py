@@ -64,10 +64,11 @@ class SpareSandboxes:
             return self._spares.popleft() if self._spares else None
 
     def _refill(self) -> None:
-        while self._missing.wait() and not self._closed.is_set():
+        pause = 0.0  # the pool is filled at once at the start
+        while self._missing.wait() and not self._closed.wait(pause):
             self._missing.clear()
+            pause = PAUSE
             # An error that lasts is raised by the next `take`.
             with contextlib.suppress(ZygoteError, OSError):
                 while len(self._spares) < self._count and not self._closed.is_set():
                     self._spares.append(self._start())
-            self._closed.wait(PAUSE)

@@ -77,6 +77,28 @@ def test_pool_is_filled_and_refilled() -> None:
     spares.close()
 
 
+def test_taken_sandbox_gets_the_cpu_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is filled at once, and refilled after a pause."""
+    waited: list[float] = []
+
+    class Closed(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is not None:
+                waited.append(timeout)
+            return super().wait(None if timeout is None else 0)
+
+    monkeypatch.setattr(threading, "Event", Closed)
+    monkeypatch.setattr(spare_sandboxes, "PAUSE", 5.0)
+    starts = Starts()
+    spares = SpareSandboxes(starts, 2)
+    starts.wait_until_made(2)
+    assert waited == [0.0]
+    taken(spares)
+    starts.wait_until_made(3)
+    assert waited == [0.0, 5.0]
+    spares.close()
+
+
 def test_dead_sandbox_is_skipped() -> None:
     starts = Starts()
     spares = SpareSandboxes(starts, 1)
