@@ -106,7 +106,7 @@ def _operand_fits(number: int, name: str, operand: int, limits: dict[str, int]) 
         return operand < limits["const"]
     if number in dis.hasname:
         return _name_index(name, operand) < limits["name"]
-    if number in dis.hasfree or (number in dis.haslocal and "_FAST_" in name and name.count("FAST") == 1):
+    if number in dis.hasfree or (number in dis.haslocal and name.count("FAST") == 1):
         return operand < limits["local"]
     return True
 

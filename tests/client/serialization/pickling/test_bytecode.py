@@ -50,7 +50,7 @@ def test_damaged_bytecode_is_refused() -> None:
 
 def test_out_of_range_operands_are_refused() -> None:
     code = test_out_of_range_operands_are_refused.__code__
-    for field in ("consts", "names"):
+    for field in ("consts", "names", "varnames"):
         with pytest.raises(ProcessorLoadError):
             check_code(arguments(code, **{field: ()}))
 
