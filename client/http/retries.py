@@ -72,6 +72,8 @@ def _retry_after(value: str | None) -> float | None:
         return float(value)
     try:
         moment = parsedate_to_datetime(value)
-    except ValueError:
+        # Without a zone, as in asctime's format, it is in UTC.
+        moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+    except (ValueError, OverflowError):
         return None
-    return max(0.0, (moment.astimezone(UTC) - datetime.now(UTC)).total_seconds())
+    return max(0.0, (moment - datetime.now(UTC)).total_seconds())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 
@@ -58,14 +60,36 @@ def test_half_of_delay_is_random() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "delay"), [("7", 7.0), ("0", 0.0), (" 3 ", 3.0), ("soon", 0.5), ("-5", 0.5), ("60", 60.0), ("61", None)]
+    ("value", "delay"),
+    [
+        ("7", 7.0),
+        ("0", 0.0),
+        (" 3 ", 3.0),
+        ("soon", 0.5),
+        ("-5", 0.5),
+        ("60", 60.0),
+        ("61", None),
+        ("Fri, 31 Dec 9999 23:59:59 -0100", 0.5),
+    ],
 )
 def test_retry_after_seconds(value: str, delay: float | None) -> None:
     assert LONGEST.delay_after_status(POST, 0, 429, {"retry-after": value}) == delay
 
 
-def test_retry_after_date() -> None:
-    soon = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
+@pytest.fixture
+def time_zone() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TZ", "America/New_York")
+        time.tzset()
+        yield
+    time.tzset()
+
+
+@pytest.mark.parametrize("form", ["%a, %d %b %Y %H:%M:%S GMT", "%a %b %d %H:%M:%S %Y"])
+@pytest.mark.usefixtures("time_zone")
+def test_retry_after_date(form: str) -> None:
+    """A date without a zone is in UTC."""
+    soon = (datetime.now(UTC) + timedelta(seconds=30)).strftime(form)
     delay = LONGEST.delay_after_status(POST, 0, 503, {"retry-after": soon})
     assert delay is not None
     assert 20 < delay <= 30
