@@ -34,6 +34,8 @@ class ProcessorStrings:
         self.artifacts: dict[Artifact, None] = {}
         self._artifact_size = artifact_size
         self._of_class: dict[type, str] = {}
+        self._of_hugging_face: dict[int, tuple[Any, type]] = {}
+        """Processors of Hugging Face by id, and the classes that run them."""
 
     def __call__(self, processor: Any, argument: str) -> str:
         """Return the processor string of `processor`.
@@ -55,7 +57,9 @@ class ProcessorStrings:
             return _from_form(dict(processor), argument)
         cls = processor if isinstance(processor, type) else type(processor)
         if not callable(getattr(cls, "to_str", None)) and is_hugging_face(processor):
-            return self._text_of(from_hugging_face(processor))
+            if id(processor) not in self._of_hugging_face:
+                self._of_hugging_face[id(processor)] = processor, from_hugging_face(processor)
+            return self._text_of(self._of_hugging_face[id(processor)][1])
         if not callable(getattr(cls, "to_str", None)):
             raise TypeError(
                 f"{argument}: expected a CustomLogitProcessor class, a processor string, a form of one such as "

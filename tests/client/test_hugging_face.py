@@ -156,6 +156,13 @@ def test_string_has_the_attributes() -> None:
     assert ProcessorStrings()(Alternating(2), "processor") == strings[0]
 
 
+def test_object_of_many_prompts_is_serialized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    texts, processor = ProcessorStrings(), Alternating(2)
+    first = texts(processor, "processor")
+    monkeypatch.setattr(texts, "_serialize", None)
+    assert texts(processor, "processor") is first
+
+
 def test_class_says_which_params_it_requires() -> None:
     assert from_hugging_face(Alternating).params_schema == {"type": "object", "required": ["distance"]}
     assert from_hugging_face(WithTokenizer).params_schema == {"type": "object", "required": ["letter"]}
