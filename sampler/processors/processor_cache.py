@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -68,8 +69,9 @@ class ProcessorCache:
       and evicted processors are unloaded before the load. (Processors dropped by `clear` or after `idle_timeout`
       may overlap with new ones.)
     * An acquired processor stays loaded until it is released.
-    * A tenant that uses no processor can load one, whatever the others use, unless there are more than twice as many
-      tenants as places. A tenant's idle processors are evicted before those of tenants that have fewer.
+    * A tenant that uses no processor can load one of up to `max_bytes // max_entries` bytes, whatever the others use,
+      if the other tenants are at most half as many as the places. A tenant's idle processors are evicted before those
+      of tenants that have fewer.
     * A processor that nobody uses for `idle_timeout` is unloaded by a thread that lives only while there are such.
     * The executor is called outside the cache's lock: a slow load does not block requests for other processors.
 
@@ -212,9 +214,11 @@ class ProcessorCache:
         if self._idle_timeout is None or self._timer is not None or not idle:
             return
         due = min(self._entries[key].idle_since for key in idle) + self._idle_timeout
-        self._timer = threading.Timer(max(0.0, due - self._clock()), self.unload_idle)
-        self._timer.name, self._timer.daemon = "logitship-idle", True
-        self._timer.start()
+        timer = threading.Timer(max(0.0, due - self._clock()), self.unload_idle)
+        timer.name, timer.daemon = "logitship-idle", True
+        with contextlib.suppress(RuntimeError):  # no thread can be started now: the next release tries again
+            timer.start()
+            self._timer = timer
 
     def evict_with_artifacts(self, tenant: str) -> bool:
         """Unload the tenant's least recently used idle processor that has artifacts. Return whether there was one."""
@@ -337,6 +341,6 @@ def _runnable(string: PickledProcessor | SourceProcessor) -> PickledProcessor | 
 def _size(string: PickledProcessor | SourceProcessor) -> int:
     """Return the bytes of a string that the executor keeps. Uploaded artifacts count in their own store."""
     if isinstance(string, PickledProcessor):
-        return len(string.payload) + (0 if string.listing is None else len(string.listing.text))
+        return len(string.payload) + (0 if string.listing is None else len(string.listing.text.encode()))
     shared = sum(len(each.content.data) for each in string.artifacts if each.content is not None)
     return len(string.source.encode()) + len(string.captured) + shared
