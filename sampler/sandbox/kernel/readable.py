@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import sysconfig
@@ -17,7 +18,8 @@ def readable_paths() -> tuple[Path, ...]:
 
     Entries of `sys.path` are included only if packages were installed there. That excludes the directory of the
     server's own script and most entries of `PYTHONPATH`, which may hold private files such as an `.env`. For the same
-    reason, the working directory, the home directory, `/` and the directories directly below it are always excluded.
+    reason, the working directory, the home directory, `/` and the directories directly below it are excluded, unless
+    they are Python's own or the system's library directories.
     """
     entries = {path for path in _import_path() if _holds_packages(path) and not _is_too_wide(path)}
     return tuple(sorted(set(_libraries()) | entries))
@@ -44,7 +46,9 @@ def _holds_packages(path: Path) -> bool:
 
 
 def _is_too_wide(path: Path) -> bool:
-    private = [Path.cwd(), *_home()]
+    private = [*_home()]
+    with contextlib.suppress(OSError):  # it was deleted
+        private.append(Path.cwd())
     names = (path, path.resolve())
     return any(len(name.parts) <= 2 or name in (each, *each.parents) for name in names for each in private)
 
