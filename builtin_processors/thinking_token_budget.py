@@ -82,7 +82,8 @@ class ThinkingBudget:
     those of an incomplete end marker.
 
     Args:
-        budget: maximum tokens between a start marker and the forced end marker. Each start marker resets the count.
+        budget: maximum tokens between a start marker and the forced end marker. In a prompt, the last start marker
+            counts.
         markers: the model's markers.
     """
 

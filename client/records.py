@@ -207,7 +207,8 @@ class GenerationChunk:
         cumulative_text: all text of this continuation so far, `text` included.
         index: which continuation, as in `Generation`.
         output_ids: the new token ids; empty if the server does not send them.
-        finish_reason: set on the continuation's last chunk with text.
+        finish_reason: set on the continuation's last chunk, which may have no text. Only a chunk with token counts
+            may follow.
         usage: token counts so far, if the server sends them. The OpenAI routes send them once, in a chunk without
             text at the end of the stream.
         logprobs: one per new token, if requested.

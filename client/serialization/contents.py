@@ -88,7 +88,8 @@ class _MeasuringPickler(ClassPickler):
             yield
         total = self._position() - start
         # Two hexadecimal digits for each byte.
-        self.contents.append(Content(label, *_kind_and_advice(value, 2 * (total - self._inside))))
+        kind, advice = _kind_and_advice(value)
+        self.contents.append(Content(label, kind, 2 * (total - self._inside), advice))
         self._inside = outside + total
 
     def _position(self) -> int:
@@ -96,14 +97,14 @@ class _MeasuringPickler(ClassPickler):
         return self._file.tell() + (0 if frame is None else frame.tell())
 
 
-def _kind_and_advice(value: Any, size: int) -> tuple[str, int, str]:
+def _kind_and_advice(value: Any) -> tuple[str, str]:
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     if torch is not None and isinstance(value, torch.Tensor):
-        return f"a tensor, {str(value.dtype).removeprefix('torch.')} {list(value.shape)}", size, ""
+        return f"a tensor, {str(value.dtype).removeprefix('torch.')} {list(value.shape)}", ""
     if numpy is not None and isinstance(value, numpy.ndarray):
-        return f"an array, {value.dtype} {list(value.shape)}", size, ""
+        return f"an array, {value.dtype} {list(value.shape)}", ""
     if any(base.__name__ == "PreTrainedTokenizerBase" for base in type(value).__mro__):
-        return "a tokenizer", size, "use `__req__.tokenizer`"
+        return "a tokenizer", "use `__req__.tokenizer`"
     if isinstance(value, dict | list | tuple | set | frozenset | str | bytes):
-        return f"{type(value).__name__} of length {len(value):,}", size, ""
-    return type(value).__name__, size, ""
+        return f"{type(value).__name__} of length {len(value):,}", ""
+    return type(value).__name__, ""
