@@ -70,7 +70,7 @@ class ActiveRequests:
 
     Guarantees:
     * A request's processors are released once, after its last sequence has finished.
-    * After `close` or `fail_all`, nothing is reserved.
+    * After `close` or `fail_all`, `reserve` raises `ServiceUnavailable`.
 
     Args:
         max_running: sequences that run at a time.
@@ -136,7 +136,8 @@ class ActiveRequests:
             own = sum(other.unfinished for other in self._active.values() if other.request.tenant == tenant)
             if own + active.unfinished > self._max_per_tenant:
                 raise QueueFull(
-                    f"{own} of your requests run or wait, and a client may have {self._max_per_tenant}: try again later"
+                    f"{own} of your sequences run or wait, and a client may have {self._max_per_tenant}"
+                    f"{_and_has(active.unfinished)}: try again later"
                 )
             self._active[_key(active)] = active
         if active.body is not None:
@@ -192,10 +193,13 @@ class ActiveRequests:
             active.undelivered = []
 
     def fail_all(self, error: RequestError = INTERNAL_ERROR) -> None:
-        """End every stream with an error: the engine thread has died, or nothing waits for it any more."""
+        """End every stream with an error: the engine thread has died, or nothing waits for it any more.
+
+        A no-op after the first call.
+        """
         with self._lock:
+            orphans = [] if self._failed else list(self._active.values())
             self._failed = True
-            orphans = list(self._active.values())
         for active in orphans:
             reason = FinishReason("abort", error=error)
             prompt_tokens = len(active.request.prompt_token_ids)
@@ -220,9 +224,17 @@ class ActiveRequests:
             raise ServiceUnavailable("the engine has died")
 
     def _check_capacity(self, num_slots: int) -> None:
-        queued = sum(other.unfinished for other in self._active.values()) - self._max_running
-        if queued + num_slots > self._max_queued:
-            raise QueueFull(f"the queue is full: {self._max_queued} requests wait, try again later")
+        active = sum(other.unfinished for other in self._active.values())
+        limit = self._max_running + self._max_queued
+        if active + num_slots > limit:
+            raise QueueFull(
+                f"the queue is full: {active} sequences run or wait, at most {limit} may{_and_has(num_slots)}: "
+                "try again later"
+            )
+
+
+def _and_has(num_slots: int) -> str:
+    return "" if num_slots == 1 else f", and this request has {num_slots}"
 
 
 def _key(active: ActiveRequest) -> tuple[str, str]:

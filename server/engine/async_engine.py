@@ -14,6 +14,7 @@ from logitship.client.processor_info import ProcessorInfo
 from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
 from logitship.sampler.client_context import Disconnect, current_disconnect
+from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxStats
 from logitship.server.config import ServerConfig
@@ -309,6 +310,8 @@ class AsyncEngine:
         self._active.close()
         self._abort_where(lambda sequence: True)
         self._thread.stop(_STOP_TIMEOUT)
+        # Those that still load their processors have no sequences to abort, and those of a hanging step do not end.
+        self._active.fail_all(STOPPED)
         self._library.close()
         if self._sandboxes is not None:
             self._sandboxes.close()
@@ -336,6 +339,7 @@ class AsyncEngine:
         request, held = active.request, active.processors
         if not request.processors:
             return [[] for _ in range(request.num_started)]
+        disconnect = Disconnect()
         try:
             shipped = await self.processors.load_shipped(request, held)
             if len(shipped) == len(request.processors):
@@ -344,19 +348,11 @@ class AsyncEngine:
                 return self.processors.load(request, held, shipped)
             if is_large := _is_large(active.body):
                 await self._large_loads.take(request.tenant)
+            current_disconnect.set(disconnect)
+            loading = self._start_load(active, shipped, is_large=is_large)
         except BaseException:  # cleanup, then re-raised
             self._active.release(active)
             raise
-        disconnect = Disconnect()
-        current_disconnect.set(disconnect)
-
-        def load() -> list[list[ProcessorUse]]:
-            run_behind_the_engine()
-            return self.processors.load(request, held, shipped)
-
-        loading = in_daemon_thread(load)
-        if is_large:
-            self._end_load_turn_after(loading, request.tenant)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
@@ -367,6 +363,29 @@ class AsyncEngine:
         except BaseException:  # cleanup, then re-raised
             self._active.release(active)
             raise
+
+    def _start_load(
+        self, active: ActiveRequest, shipped: dict[int, LoadedProcessor], *, is_large: bool
+    ) -> asyncio.Future[list[list[ProcessorUse]]]:
+        """Load the processors that are not shipped in a thread of their own. A large load has its turn.
+
+        Raises:
+            RuntimeError: no thread can be started.
+        """
+
+        def load() -> list[list[ProcessorUse]]:
+            run_behind_the_engine()
+            return self.processors.load(active.request, active.processors, shipped)
+
+        try:
+            loading = in_daemon_thread(load)
+        except BaseException:  # cleanup, then re-raised
+            if is_large:
+                self._large_loads.end(active.request.tenant)
+            raise
+        if is_large:
+            self._end_load_turn_after(loading, active.request.tenant)
+        return loading
 
     def _end_load_turn_after(self, loading: asyncio.Future[list[list[ProcessorUse]]], tenant: str) -> None:
         """Let the tenant's next load of a large body begin after this one and a rest: it takes the GIL and a core."""

@@ -103,7 +103,7 @@ class EngineThread:
         self.post(begin)
 
     def stop(self, timeout: float) -> None:
-        """End the thread, after its inbox is empty and the current step is done.
+        """End the thread, after its inbox is empty and the current step is done. What still runs does not finish.
 
         Args:
             timeout: longest wait for that, in seconds. A client's code in the process may never return; the thread then
@@ -141,14 +141,14 @@ class EngineThread:
             logger.critical("the engine's thread died", exc_info=True)
 
     def _loop(self) -> None:
-        while True:
+        while self._inbox or not self._stopping:
             self._receive()
             worked = self._engine.step()
             self._after_step()
             if worked:
                 self._collect_if_due()
-            elif not self._wait():
-                return
+            else:
+                self._wait()
 
     def _collect_if_due(self) -> None:
         now = time.monotonic()
@@ -160,8 +160,8 @@ class EngineThread:
         while self._inbox:
             self._inbox.popleft()()
 
-    def _wait(self) -> bool:
-        """Sleep until something arrives; return False if the thread should end."""
+    def _wait(self) -> None:
+        """Sleep until something arrives, or the thread should end."""
         for timeout in (IDLE, LONG_IDLE):
             if self._woken(timeout):
                 break
@@ -170,7 +170,6 @@ class EngineThread:
                 self._collected_at = time.monotonic()
         else:
             self._woken(None)
-        return bool(self._inbox) or not self._stopping
 
     def _woken(self, timeout: float | None) -> bool:
         """Return whether something arrives within `timeout` seconds."""

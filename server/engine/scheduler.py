@@ -158,7 +158,8 @@ class Scheduler:
         self._num_copied = 0
         """Positions that were copied since the last step was planned."""
         self._left_out: set[str] = set()
-        """Tenants of which no prompt goes on, because steps have copied enough for others."""
+        """Tenants whose prompts were postponed because the copy limit of a step was used up. They go first in the next
+        step."""
 
     @property
     def most_tokens(self) -> int:

@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry
 from logitship.sampler.processors.executor import DisabledExecutor, LoadedProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.active_requests import ActiveRequest, ActiveRequests
+from logitship.server.engine.failures import STOPPED
 from logitship.server.metrics.observed_metrics import ProcessorLabels, RequestMeter, RequestMetrics
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.body_limits import QueuedBytes
@@ -88,9 +89,11 @@ def test_request_ids_are_unique_by_tenant(requests: ActiveRequests) -> None:
 def test_queue_is_bounded(requests: ActiveRequests) -> None:
     async def reserve() -> None:
         requests.reserve(active("a", n=4))
-        with pytest.raises(QueueFull):
+        with pytest.raises(QueueFull, match="4 sequences run or wait, at most 5 may, and this request has 2: "):
             requests.reserve(active("b", n=2))
         requests.reserve(active("b"))
+        with pytest.raises(QueueFull, match="5 sequences run or wait, at most 5 may: "):
+            requests.reserve(active("c"))
 
     run(reserve())
 
@@ -100,7 +103,7 @@ def test_no_tenant_gets_the_whole_queue(released: Released) -> None:
 
     async def reserve() -> None:
         requests.reserve(active("a", n=5, tenant="greedy"))
-        with pytest.raises(QueueFull, match="a client may have 5"):
+        with pytest.raises(QueueFull, match="5 of your sequences run or wait, and a client may have 5: "):
             requests.reserve(active("b", tenant="greedy"))
         requests.reserve(active("b", tenant="other"))
         with pytest.raises(QueueFull, match="the queue is full"):
@@ -173,6 +176,9 @@ def test_fail_all_ends_every_stream_and_refuses_new_requests(requests: ActiveReq
         assert [reason.error.status_code for reason in reasons if reason and reason.error] == [500, 500]
         with pytest.raises(ServiceUnavailable, match="died"):
             requests.check_accepting()
+        requests.fail_all(STOPPED)
+        await asyncio.sleep(0)
+        assert request.stream._chunks.empty()
 
     run(fail())
 
@@ -217,7 +223,9 @@ def test_one_tenant_cannot_fill_the_queue(released: Released) -> None:
     async def scenario() -> None:
         requests = ActiveRequests(max_running=2, max_queued=4, release=released, max_per_tenant=3)
         requests.reserve(active("r", 2, tenant="a"))
-        with pytest.raises(QueueFull, match="2 of your requests run or wait, and a client may have 3"):
+        with pytest.raises(
+            QueueFull, match="2 of your sequences run or wait, and a client may have 3, and this request has 2: "
+        ):
             requests.reserve(active("s", 2, tenant="a"))
         requests.reserve(active("s", 1, tenant="a"))
         requests.reserve(active("s", 3, tenant="b"))

@@ -15,8 +15,10 @@ import torch
 
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine import async_engine
 from logitship.server.engine.async_engine import _LARGE_BODY_MEMORY, AsyncEngine
 from logitship.server.engine.engine import Engine
+from logitship.server.engine.failures import STOPPED
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import ModelRunner
 from logitship.server.refusals import BadRequest, QueueFull, RequestRefused, ServiceUnavailable
@@ -677,6 +679,50 @@ def test_shutdown_timeout(make_engine: BuildEngine) -> None:
 
     assert run(shut_down()).finish_reason == FinishReason("abort")
     assert not engine.healthy
+
+
+def test_shutdown_ends_requests_that_load(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    load = engine.processors.load
+    loading, gate = threading.Event(), threading.Event()
+
+    def gated(*args: Any) -> Any:
+        loading.set()
+        assert gate.wait(30)
+        return load(*args)
+
+    monkeypatch.setattr(engine.processors, "load", gated)
+
+    async def scenario() -> Result:
+        ban = ((InstalledProcessor("disallowed_tokens"), {"token_ids": [5]}),)
+        running = asyncio.create_task(generate(engine, request(processors=ban)))
+        assert await asyncio.to_thread(loading.wait, 30)
+        await engine.shutdown(0)
+        gate.set()
+        return await running
+
+    assert run(scenario()).finish_reason == FinishReason("abort", error=STOPPED)
+
+
+@pytest.mark.parametrize("size", [10, _LARGE_BODY_MEMORY + 1])
+def test_no_thread_for_a_load(size: int, make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    ban = ((InstalledProcessor("disallowed_tokens"), {"token_ids": [5]}),)
+
+    def refuse(function: Callable[[], Any]) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    async def scenario() -> None:
+        body = QueuedBytes(1 << 30, 1 << 30).open("")
+        body.add(size)
+        with monkeypatch.context() as patch:
+            patch.setattr(async_engine, "in_daemon_thread", refuse)
+            with pytest.raises(RuntimeError, match="new thread"):
+                await engine.submit(request("same", processors=ban), body)
+        stream = await engine.submit(request("same", processors=ban), body)
+        assert [chunk async for chunk in stream]
+
+    run(scenario())
 
 
 @pytest.mark.parametrize(("n", "on_loop"), [(2, True), (40, False)])

@@ -124,6 +124,26 @@ def test_stop_reports_a_step_that_does_not_end(caplog: pytest.LogCaptureFixture)
     thread.stop(60)
 
 
+def test_stop_ends_a_busy_thread_after_its_inbox() -> None:
+    stepping, ends, received = Event(), Event(), Event()
+
+    class Endless:
+        def step(self) -> bool:
+            stepping.set()
+            assert ends.wait(60)
+            return True
+
+    thread = EngineThread()
+    thread.start(Endless(), after_step=lambda: None, on_death=lambda: None)
+    assert stepping.wait(60)
+    thread.stop(timeout=0)
+    thread.post(received.set)
+    ends.set()
+    thread.stop(60)
+    assert received.is_set()
+    assert not thread.alive
+
+
 class Idle:
     """An engine that has nothing to do."""
 
@@ -205,8 +225,8 @@ def test_busy_thread_collects_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
             assert engine.freed.acquire(timeout=60)
     finally:
         gc.enable()
-        thread.call(lambda: setattr(thread, "_engine", Idle()))
         thread.stop(60)
+    assert not thread.alive
 
 
 @pytest.mark.usefixtures("own_garbage_settings")

@@ -67,7 +67,7 @@ def test_a_full_queue(make_engine: BuildEngine, hold_engine: HoldEngine) -> None
             params = SamplingParams(max_tokens=1)
             stream = await engine.submit(GenerationRequest(rid="a", prompt_token_ids=[5], sampling_params=params))
             reasons = await readiness_of(engine, SOON).reasons()
-        assert reasons[0] == "the queue is full: 0 requests wait, try again later"
+        assert reasons[0] == "the queue is full: 1 sequences run or wait, at most 1 may: try again later"
         async for _ in stream:
             pass
         await stream.aclose()
