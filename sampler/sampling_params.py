@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -187,6 +187,9 @@ class SamplingParams:
         _require(self.logprobs is None or self.logprobs >= 0, "logprobs", "must be 0 or greater")
         _require(self.prompt_logprobs is None or self.prompt_logprobs >= 0, "prompt_logprobs", "must be 0 or greater")
         _require(self.prompt_logprobs_start >= 0, "prompt_logprobs_start", "must be 0 or greater")
+        modes = get_args(LogprobsMode)
+        # None: only in `logitship.SamplingParams`, which gets the setting of its `LLM`.
+        _require(self.logprobs_mode in (*modes, None), "logprobs_mode", f"must be one of {', '.join(modes)}")
         _require(
             self.trace is None or (type(self.trace) is int and 1 <= self.trace <= MAX_TRACED),
             "trace",

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from logitship.sampler.sampling_params import LogprobsMode
 
@@ -34,7 +34,7 @@ class ServerConfig:
     """The default model's name, a Hugging Face folder, a GGUF file, or a hub name."""
     tokenizer_path: str | None = None
     served_model_name: str | None = None
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = "auto"
     device: str = "auto"
     model_impl: Literal["auto", "transformers"] = "auto"
     """transformers: the model's own code. auto: fused layers for supported architectures, else the model's own code."""
@@ -215,6 +215,7 @@ class ServerConfig:
         for name in ("api_key", "shipping_api_key", "metrics_api_key", "tree", "allowed_host", "allowed_origin"):
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
+        self._check_choices()
         self.named_trees  # noqa: B018  # report errors before the model is loaded
         self._check_numbers()
         self._check_keys()
@@ -228,6 +229,14 @@ class ServerConfig:
             re.compile(self.logits_processor_pattern or "")
         except re.error as error:
             raise ValueError(f"logits_processor_pattern is not a regular expression: {error}") from None
+
+    def _check_choices(self) -> None:
+        for name, kind in get_type_hints(ServerConfig).items():
+            kinds = (kind, *get_args(kind))
+            choices = [choice for each in kinds if get_origin(each) is Literal for choice in get_args(each)]
+            value = getattr(self, name)
+            if choices and value not in choices and not (value is None and type(None) in kinds):
+                raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
 
     def _check_numbers(self) -> None:
         positive = (

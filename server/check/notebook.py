@@ -29,6 +29,7 @@ def check_class(
     Raises:
         UsageError: an option is invalid, or the class cannot be checked.
         StartError: the model cannot be loaded, or no sandbox can be started.
+        ValueError: a setting is out of range.
         TypeError: `settings` has a name that is not a setting of the server.
     """
     sets = [] if params is None else [params] if isinstance(params, Mapping) else list(params)

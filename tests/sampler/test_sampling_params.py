@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from dataclasses import fields
 
-from logitship.sampler.sampling_params import SamplingParams
+import pytest
+
+from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
 
 
 def test_copy_with_other_values_shares_the_rest() -> None:
@@ -24,3 +26,8 @@ def test_copy_with_other_values_shares_the_rest() -> None:
 def test_copy_with_the_same_values_is_equal() -> None:
     params = SamplingParams(temperature=0.5, min_tokens=2, max_tokens=3)
     assert params.with_checked() == params
+
+
+def test_unknown_logprobs_mode() -> None:
+    with pytest.raises(InvalidSamplingParams, match="logprobs_mode: must be one of raw_logprobs, processed_logprobs"):
+        SamplingParams(logprobs_mode="raw_logits")  # type: ignore[arg-type]

@@ -83,6 +83,21 @@ def test_sandbox_limits_are_positive(field: str) -> None:
         ServerConfig(**{field: 0})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "choices"),
+    [
+        ("logprobs_mode", "raw_logits", "raw_logprobs, processed_logprobs"),
+        ("speculative_algorithm", "EAGLE", "NGRAM"),
+        ("processor_isolation", "Sandbox", "sandbox, none"),
+        ("processor_isolation", None, "sandbox, none"),
+        ("log_format", "xml", "text, json"),
+    ],
+)
+def test_settings_with_few_values(field: str, value: Any, choices: str) -> None:
+    with pytest.raises(ValueError, match=f"^{field} must be one of {choices}, not {value!r}$"):
+        ServerConfig(**{field: value})  # type: ignore[arg-type]
+
+
 def test_share_of_queued_bytes() -> None:
     assert ServerConfig(max_queued_bytes=1 << 28).max_queued_bytes_per_tenant == 1 << 28
     assert ServerConfig(max_queued_bytes=1 << 28, api_key="one").max_queued_bytes_per_tenant == 1 << 28

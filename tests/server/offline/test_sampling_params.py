@@ -48,6 +48,7 @@ def test_unsupported_vllm_fields(name: str) -> None:
         ({"n": 1.0}, "n: must be an integer"),
         ({"thinking_token_budget": -2}, "thinking_token_budget: must be an integer: 0 or greater, or -1"),
         ({"temperature": -1}, "temperature: must be 0"),
+        ({"logprobs_mode": "raw_logits"}, "logprobs_mode: must be one of raw_logprobs, processed_logprobs"),
         ({"custom_params": {"__req__": 1}}, "custom_params: the key '__req__'"),
         ({"custom_logit_processor": "a", "logits_processors": ["b"]}, "logits_processors: give either this or"),
         ({"logits_processors": len}, "logits_processors: must be a list of processors, not builtin_function"),
