@@ -84,7 +84,8 @@ class CallableLibrary:
         if isinstance(target, type) or inspect.isroutine(target):
             # `allowed_module.Popen` would start programs, with the client's arguments.
             origin = f"{target.__module__}.{target.__qualname__}"
-            if _package(origin) != _package(name) and not self._pattern.fullmatch(origin):
+            spellings = (origin, f"{target.__module__}:{target.__qualname__}")
+            if _package(origin) != _package(name) and not any(map(self._pattern.fullmatch, spellings)):
                 raise ImportError(f"it is {origin}, which is not allowed by this server")
         return target
 
@@ -99,8 +100,14 @@ def _name(target: Any) -> str:
 
 
 def _digest(wanted: CallableRequest, name: str) -> str:
-    """Return the digest of the requested callable and its arguments, the same for all sequences."""
+    """Return the digest of the requested callable and its arguments, the same for all sequences.
+
+    Without the arguments, if JSON cannot express them.
+    """
     # Arguments that are not JSON come only from this process. Of them, only the type is stable.
     options = orjson.OPT_SORT_KEYS | orjson.OPT_NON_STR_KEYS
-    text = orjson.dumps([name, wanted.args, wanted.kwargs], default=_name, option=options)
+    try:
+        text = orjson.dumps([name, wanted.args, wanted.kwargs], default=_name, option=options)
+    except orjson.JSONEncodeError:  # for example, an integer of more than 64 bits
+        text = orjson.dumps([name])
     return f"sha256:{hashlib.sha256(b'callable:' + text).hexdigest()}"

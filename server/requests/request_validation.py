@@ -15,7 +15,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.refusals import BadRequest, RequestRefused
 from logitship.server.tokenizer import Tokenizer
 
-from .messages import BeamSearch, GenerationRequest, ProcessorRequest
+from .messages import BeamSearch, CallableRequest, GenerationRequest, ProcessorRequest
 from .stop_regex import compile_stop_regex
 
 Refused = TypeVar("Refused", bound=RequestRefused)
@@ -118,10 +118,13 @@ def in_client_words(refused: Refused, names: Mapping[str, str]) -> Refused:
         refused: a refusal whose `param` is the engine's name of a field. Modified in place.
         names: engine's name → client's name, where they differ.
     """
-    if refused.param is not None:
-        refused.param = names.get(refused.param, refused.param)
-        message = _NAME_WITH_UNDERSCORE.sub(lambda found: names.get(found[0], found[0]), refused.message)
-        refused.message = f"{refused.param}: {message}"
+    if refused.param is None:
+        return refused
+    # A processor's message is its author's: a name in it is a parameter of the processor.
+    if not refused.param.startswith("processors["):
+        refused.message = _NAME_WITH_UNDERSCORE.sub(lambda found: names.get(found[0], found[0]), refused.message)
+    refused.param = names.get(refused.param, refused.param)
+    refused.message = f"{refused.param}: {refused.message}"
     return refused
 
 
@@ -165,7 +168,7 @@ def check(request: GenerationRequest, limits: Limits, body_depth: int | None = N
             which takes long for large ones, and for each prompt of a batch.
 
     Raises:
-        BadRequest: `param` is a field of `SamplingParams`, or `prompt`, `n`, `best_of`, `processors` or
+        BadRequest: `param` is a field of `SamplingParams`, or `prompt`, `n`, `best_of`, `num_beams`, `processors` or
             `processors[i].params`.
     """
     _check_prompt(request.prompt_token_ids, limits)
@@ -330,12 +333,14 @@ def _check_depths(request: GenerationRequest) -> None:
     _check_depth(params.custom_params, "custom_params")
     _check_depth(params.extra_args, "extra_args")
     for index, processor in enumerate(request.processors):
+        if isinstance(processor, CallableRequest):
+            _check_depth([list(processor.args), processor.kwargs], f"processors[{index}]")
         # Processors without parameters of their own share `custom_params`.
-        if isinstance(processor, ProcessorRequest) and processor.params is not params.custom_params:
+        elif processor.params is not params.custom_params:
             _check_depth(processor.params, f"processors[{index}].params")
 
 
-def _check_depth(params: Mapping[str, Any] | None, param: str) -> None:
+def _check_depth(params: Mapping[str, Any] | Sequence[Any] | None, param: str) -> None:
     level: list[Any] = [] if params is None else [params]
     for _ in range(_MAX_DEPTH):
         below: list[Any] = []

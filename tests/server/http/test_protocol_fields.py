@@ -93,3 +93,9 @@ def test_template_options(client: Any, engine: Any) -> None:
     body["chat_template_kwargs"] = {"reasoning_effort": "high"}
     client.ok("/v1/chat/completions", body)
     assert bytes(engine.requests[1].prompt_token_ids) == b"<user>a|reasoning_effort=high<assistant>"
+
+
+def test_template_options_of_a_response(client: Any, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.tokenizer, "template_uses", lambda variable: False)
+    body = {"input": "a", "reasoning": {"effort": "low"}, "text": {"verbosity": "high"}}
+    assert client.post("/v1/responses", body).headers[HEADER] == "reasoning.effort, text.verbosity"

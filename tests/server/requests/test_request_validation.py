@@ -27,6 +27,14 @@ def test_field_names_are_replaced_except_in_quotes() -> None:
     assert refused.message == "min_tokens: 'min_new_tokens' is over max_tokens"
 
 
+@pytest.mark.parametrize("param", ["processors[0]", "processors[0].params"])
+def test_field_names_are_kept_in_messages_of_processors(param: str) -> None:
+    refused = BadRequest("max_tokens: required", param=param)
+    in_client_words(refused, {"max_tokens": "max_new_tokens", param: "custom_logit_processor"})
+    assert refused.param == "custom_logit_processor"
+    assert refused.message == "custom_logit_processor: max_tokens: required"
+
+
 SHIPPED = SourceProcessor("class A: ...", "A")
 INSTALLED = InstalledProcessor("min_p")
 UNSUPPORTED = numpy.float64(1)
@@ -96,3 +104,16 @@ def test_parameters_of_a_flat_body_are_not_traversed(body_depth: int | None, ref
     limits = Limits(vocab_size=10, max_model_len=10, max_logprobs=0, max_num_seqs=1)
     with pytest.raises(BadRequest, match="deeper than 100") if refused else nullcontext():
         check(request(custom_params={"a": value}, max_tokens=1), limits, body_depth)
+
+
+@pytest.mark.parametrize("depth", [97, 300])
+@pytest.mark.parametrize("field", ["args", "kwargs"])
+def test_nesting_of_arguments(field: str, depth: int) -> None:
+    value: Any = 1
+    for _ in range(depth):
+        value = [value]
+    wanted = CallableRequest("ok.Class", (value,)) if field == "args" else CallableRequest("ok.Class", (), {"a": value})
+    limits = Limits(vocab_size=10, max_model_len=10, max_logprobs=0, max_num_seqs=1)
+    with pytest.raises(BadRequest, match="deeper than 100") if depth > 100 else nullcontext() as refused:
+        check(request(wanted, max_tokens=1), limits)
+    assert refused is None or refused.value.param == "processors[0]"
