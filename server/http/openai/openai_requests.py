@@ -123,7 +123,12 @@ async def parse_responses_request(
         RequestRefused: names the field.
     """
     chat = ReceivedBody[ChatCompletionRequest](received.value.chat, received.work, received.queued, received.ignored)
-    names = {"prompt": "input", "max_tokens": "max_output_tokens"}
+    names = {
+        "prompt": "input",
+        "max_tokens": "max_output_tokens",
+        "reasoning_effort": "reasoning.effort",
+        "verbosity": "text.verbosity",
+    }
     return await parse_chat_request(engine, caller, chat, prefix="resp", names=names)
 
 
@@ -165,7 +170,7 @@ async def parse_chat_request(
         "prompt": "messages",
         **names,
     }
-    prompt = Prompt(await _render(engine, received))
+    prompt = Prompt(await _render(engine, received, all_names))
     if not prompt.token_ids:
         field = all_names["prompt"]
         raise BadRequest(f"{field}: the chat template renders it as an empty prompt", param=field)
@@ -217,15 +222,18 @@ def _most(one: int | None, other: int | None) -> int | None:
     return max((count for count in (one, other) if count is not None), default=None)
 
 
-async def _render(engine: AsyncEngine, received: ReceivedBody[ChatCompletionRequest]) -> list[int]:
+async def _render(
+    engine: AsyncEngine, received: ReceivedBody[ChatCompletionRequest], names: Mapping[str, str]
+) -> list[int]:
     body = received.value
     unused = {name for name in body.template_options if not engine.tokenizer.template_uses(name)}
-    received.ignored.update(unused)
+    received.ignored.update(names.get(name, name) for name in unused)
     options = {name: value for name, value in body.template_options.items() if name not in unused}
     return await render_chat(
         engine,
         received.work,
         body.messages,
+        at=names["prompt"],
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=body.continue_final_message,
         tools=body.template_tools,

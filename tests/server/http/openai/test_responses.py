@@ -125,6 +125,7 @@ def test_same_prompt_as_the_chat(client: Any, engine: Any) -> None:
         ({"input": "a", "top_logprobs": 2}, "top_logprobs", "requires include"),
         ({"input": "a", "include": ["reasoning.encrypted_content"]}, "include[0]", "logprobs"),
         ({"input": "a", "max_output_tokens": -1}, "max_output_tokens", "max_output_tokens"),
+        ({"input": "a" * 600}, "input", "input: has 600 characters"),
         ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is required"),
         ({"input": [{"type": "reasoning", "role": "user", "content": "a"}]}, "input[0].type", "message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "only text"),
