@@ -15,7 +15,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.metrics.observed_metrics import MAX_NAMES, EngineMetrics
 from logitship.server.metrics.step_clock import StepClock
-from logitship.server.model.capacity import max_model_len, prefix_cache_blocks
+from logitship.server.model.capacity import free_bytes, max_model_len, prefix_cache_blocks
 from logitship.server.model.deterministic_check import check_determinism
 from logitship.server.model.kv_cache import PrefixCache
 from logitship.server.model.model_loader import LoadedModel, load_model
@@ -37,6 +37,7 @@ from .engine import Engine
 from .engine_thread import EngineThread
 from .processor_setup import (
     add_grammar,
+    create_installed,
     load_batch_processors,
     make_executor,
     make_library,
@@ -96,8 +97,10 @@ def _build(
     """Build the engine on its thread, and start it."""
     reasoning = _reasoning_config(config, loaded)
     grammar = add_grammar(registry, reasoning, loaded)
-    model = _model_info(config, loaded)
+    free = free_bytes(config, loaded.model)  # once: the slots' cache must not reduce the prefix cache
+    model = _model_info(config, loaded, free)
     library = make_library(config, loaded, registry, executor)
+    create_installed(plugins, library)
     metrics = EngineMetrics(model, library.installed_digests, MAX_NAMES if config.names_in_metrics else 0)
     clock = StepClock()
     pool = FairPool(pool_threads(), config.max_sequences_per_tenant, "logitship-work")
@@ -112,7 +115,7 @@ def _build(
     scheduler = Scheduler(
         runner.cache,
         config.chunked_prefill_size,
-        PrefixCache(runner.cache, prefix_cache_blocks(config, loaded.model, model.max_model_len)),
+        PrefixCache(runner.cache, prefix_cache_blocks(config, loaded.model, model.max_model_len, free)),
         _speculation(config, runner),
         on_start=active.sequence_started,
         select=StepSelection(deferred, shares),
@@ -192,13 +195,13 @@ def _reasoning_config(config: ServerConfig, loaded: LoadedModel) -> ReasoningCon
     return None if strings is None else resolve_reasoning_config(strings, loaded.tokenizer, loaded.vocab_size)
 
 
-def _model_info(config: ServerConfig, loaded: LoadedModel) -> ModelInfo:
+def _model_info(config: ServerConfig, loaded: LoadedModel, free: float) -> ModelInfo:
     model = loaded.model
     return ModelInfo(
         name=config.model_name,
         path=config.model_path,
         vocab_size=loaded.vocab_size,
-        max_model_len=max_model_len(config, model, loaded.max_len),
+        max_model_len=max_model_len(config, model, loaded.max_len, free),
         eos_token_ids=loaded.eos_token_ids,
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),

@@ -18,6 +18,7 @@ from logitship.builtin_processors.sglang_names import SGLANG_NAMES, SGLANG_NAMES
 from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
 from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
+from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.sampler.batch_processors.plugins import Plugin, PluginLoadError, load_plugins
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig
 from logitship.sampler.processors.executor import DisabledExecutor, ProcessorExecutor
@@ -138,6 +139,20 @@ def make_library(
         config.allowed_digests,
         artifacts,
     )
+
+
+def create_installed(plugins: list[Plugin], library: ProcessorLibrary) -> None:
+    """Create the `CustomLogitProcessor`s among the plugins, so that errors show now instead of at each request.
+
+    Raises:
+        StartError: a constructor failed.
+    """
+    for plugin in plugins:
+        if plugin.is_custom_logit_processor:
+            try:
+                library.acquire(InstalledProcessor(plugin.name), tenant="")
+            except Exception as error:  # boundary: third-party code
+                raise StartError(f"logits processor {plugin.name}: {type(error).__name__}: {error}") from error
 
 
 def make_load_queue(config: ServerConfig, library: ProcessorLibrary) -> LoadQueue:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from logitship.server.config import ServerConfig
 from logitship.server.refusals import StartError
 
+from .fused_decoder import can_fuse, packed_bytes
 from .kv_cache import BLOCK_SIZE, block_bytes
 from .model_runner import cache_shape
 
@@ -27,22 +28,34 @@ class CacheTooLarge(StartError):
     """The requested cache does not fit into memory. The message says what would."""
 
 
-def max_model_len(config: ServerConfig, model: PreTrainedModel, model_len: int) -> int:
+def free_bytes(config: ServerConfig, model: PreTrainedModel) -> float:
+    """Return the free memory, without what the model runner is going to use for packed weights.
+
+    Args:
+        config: with the operator's settings.
+        model: the loaded model.
+    """
+    free = _free_bytes(model.device)
+    is_fused = config.model_impl == "auto" and not config.enable_deterministic_inference and can_fuse(model)
+    return max(0, free - packed_bytes(model)) if is_fused else free
+
+
+def max_model_len(config: ServerConfig, model: PreTrainedModel, model_len: int, free: float) -> int:
     """Return the longest sequence to serve: the operator's setting, else the model's length, or what fits into memory.
 
     Args:
         config: with the operator's settings.
         model: the loaded model.
         model_len: the longest sequence that the model was trained for.
+        free: the free memory in bytes, see `free_bytes`.
 
     Raises:
-        CacheTooLarge: the operator's length does not fit, or is longer than `model_len`.
+        CacheTooLarge: the operator's length does not fit, or is longer than `model_len`; or not one token fits.
     """
     wanted = config.max_model_len or model_len
     if wanted > model_len:
         raise CacheTooLarge(f"--max-model-len {wanted} is longer than the model's own length, {model_len}")
     per_token = cache_shape(model, config.max_num_seqs, 1).nbytes(model.dtype)
-    free = _free_bytes(model.device)
     fits = (_cache_bytes(config, free) - _prefix_cache_bytes(config, free)) // per_token
     if wanted <= fits:
         return wanted
@@ -64,15 +77,16 @@ def max_model_len(config: ServerConfig, model: PreTrainedModel, model_len: int) 
     return fits
 
 
-def prefix_cache_blocks(config: ServerConfig, model: PreTrainedModel, model_len: int) -> int:
+def prefix_cache_blocks(config: ServerConfig, model: PreTrainedModel, model_len: int, free: float) -> int:
     """Return the number of blocks of the prefix cache: what fits into its memory, at most what the slots hold.
 
     Args:
         config: with the operator's settings.
         model: the loaded model.
         model_len: the longest sequence that is served.
+        free: the free memory in bytes before the cache of the slots was allocated, see `free_bytes`.
     """
-    fits = _prefix_cache_bytes(config, _free_bytes(model.device)) // block_bytes(cache_shape(model, 1, 1), model.dtype)
+    fits = _prefix_cache_bytes(config, free) // block_bytes(cache_shape(model, 1, 1), model.dtype)
     return min(fits, config.max_num_seqs * model_len // BLOCK_SIZE)
 
 

@@ -130,6 +130,11 @@ def can_fuse(model: PreTrainedModel) -> bool:
     )
 
 
+def packed_bytes(model: PreTrainedModel) -> int:
+    """Return the bytes of the weights that a `FusedDecoder` packs, in addition to those of the model."""
+    return sum(module.weight.nbytes for module in model.modules() if isinstance(module, nn.Linear))
+
+
 def _is_plain(module: nn.Module) -> bool:
     """Return False for replaced layers, as quantization and adapters make them, and for modules with hooks."""
     is_original = type(module) in (nn.Linear, nn.Embedding) or type(module).__module__.startswith(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -263,6 +264,27 @@ def test_batch_processor_fault_ends_only_its_request(make_engine: BuildEngine, t
 def test_unloadable_batch_processor_stops_the_start(make_engine: BuildEngine, name: str) -> None:
     with pytest.raises(StartError, match=f"logits processor {name}"):
         make_engine(logits_processors=(name,))
+
+
+class Incomplete(CustomLogitProcessor):
+    @abstractmethod
+    def edit(self) -> None: ...
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+        return logits
+
+
+class Failing(Force):
+    def __init__(self) -> None:
+        raise ZeroDivisionError("no")
+
+
+@pytest.mark.parametrize(
+    ("processor", "reason"), [(Incomplete, "TypeError: .*edit"), (Failing, "ZeroDivisionError: no")]
+)
+def test_installed_processor_that_cannot_be_created(processor: type, reason: str, make_engine: BuildEngine) -> None:
+    with pytest.raises(StartError, match=f"logits processor {__name__}:{processor.__name__}: {reason}"):
+        make_engine(logits_processors=(processor,))
 
 
 def test_installed_row_level_processor_by_name(make_engine: BuildEngine) -> None:
