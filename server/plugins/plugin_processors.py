@@ -43,23 +43,27 @@ class PluginProcessors:
     """Loads and releases the processors of requests.
 
     Args:
+        registry: the installed processors.
         executor: runs the shipped processors.
         max_entries: most shipped processors that are kept loaded.
 
     Attributes:
         in_use: number of uses that were loaded and not released.
-
-    Raises:
-        ValueError: a tree in the settings cannot be read.
     """
 
     def __init__(
-        self, settings: PluginSettings, model: ModelView, executor: ProcessorExecutor, *, max_entries: int
+        self,
+        settings: PluginSettings,
+        model: ModelView,
+        registry: Registry,
+        executor: ProcessorExecutor,
+        *,
+        max_entries: int,
     ) -> None:
         self.in_use = 0
         self._settings = settings
         self._loader = ProcessorLoader(
-            _registry(settings),
+            registry,
             ProcessorCache(executor, max_entries=max_entries, max_bytes=ServerConfig.processor_cache_bytes),
             InProcessExecutor(SGLANG_NAMES, model),
             model,
@@ -150,17 +154,27 @@ def check_form(attached: AttachedProcessor, engine: str) -> ProcessorRequest:
 
 
 def for_admission(settings: PluginSettings, model: ModelView, logger: logging.Logger) -> PluginProcessors:
-    """Return the processors of a front end: each class is loaded once, and its verdict remembered. None runs."""
+    """Return the processors of a front end: each class is loaded once, and its verdict remembered. None runs.
+
+    Raises:
+        ValueError: a tree in the settings cannot be read, or the kernel lacks a feature that the sandbox needs.
+    """
+    registry = _registry(settings)  # first: it may raise, and the executor starts processes
     executor = shipped_executor(settings, model, 1, logger)
-    return PluginProcessors(settings, model, AdmissionExecutor(executor), max_entries=MAX_VERDICTS)
+    return PluginProcessors(settings, model, registry, AdmissionExecutor(executor), max_entries=MAX_VERDICTS)
 
 
 def for_execution(
     settings: PluginSettings, model: ModelView, max_rows: int, logger: logging.Logger
 ) -> PluginProcessors:
-    """Return the processors of a process that runs the model. It keeps them loaded, for up to `max_rows` rows."""
+    """Return the processors of a process that runs the model. It keeps them loaded, for up to `max_rows` rows.
+
+    Raises:
+        ValueError: as `for_admission`.
+    """
+    registry = _registry(settings)  # first: it may raise, and the executor starts processes
     executor = shipped_executor(settings, model, max_rows, logger)
-    return PluginProcessors(settings, model, executor, max_entries=settings.max_sandboxes)
+    return PluginProcessors(settings, model, registry, executor, max_entries=settings.max_sandboxes)
 
 
 def shipped_executor(
@@ -194,7 +208,11 @@ def shipped_executor(
 
 
 def _registry(settings: PluginSettings) -> Registry:
-    """Return the processors that requests can name: all but grammars, which engines have themselves."""
+    """Return the processors that requests can name: all but grammars, which engines have themselves.
+
+    Raises:
+        ValueError: a tree in the settings cannot be read.
+    """
     registry = Registry(processor for processor in BUILTIN_PROCESSORS if processor is not GrammarProcessor)
     trees = {name: _tree(file, settings.prefix) for name, file in (settings.tree or {}).items()}
     registry.add(TreeLogitsProcessor.name, TreeLogitsProcessor, partial(TreeLogitsProcessor, trees))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+_TRUE = ("true", "1", "yes", "y")
+"""Values of an environment variable that set it, as in SGLang's `EnvBool`."""
+
 
 def resolved_arguments(server_args: Any) -> Any:
     """Return a view of SGLang's arguments, with what it decided about those that it chooses or changes.
@@ -50,7 +53,7 @@ def check_configuration(arguments: Any) -> None:
         ),
         "--dllm-algorithm": (arguments.dllm_algorithm is not None, "SGLang calls no processors for diffusion models"),
         "SGLANG_RUST_SERVER": (
-            os.environ.get("SGLANG_RUST_SERVER", "").lower() in ("1", "true"),
+            os.environ.get("SGLANG_RUST_SERVER", "").lower() in _TRUE,
             "requests would reach the scheduler without being checked",
         ),
     }

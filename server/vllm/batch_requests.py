@@ -84,7 +84,7 @@ def missing_attributes(runner: type, batch: type, request: type) -> list[str]:
     wanted = {
         runner: ("requests", "input_batch", "discard_request_mask"),
         batch: ("req_ids", "req_output_token_ids"),
-        request: ("num_computed_tokens", "num_tokens"),
+        request: ("req_id", "num_computed_tokens", "num_tokens"),
     }
     return [
         f"{cls.__name__}.{name}"

@@ -53,8 +53,9 @@ def test_unsupported_configuration_names_its_argument(changed: dict[str, Any], n
         check_configuration(arguments(**changed))
 
 
-def test_rust_server_is_unsupported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SGLANG_RUST_SERVER", "true")
+@pytest.mark.parametrize("value", ["true", "1", "Yes", "y"])
+def test_rust_server_is_unsupported(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RUST_SERVER", value)
     with pytest.raises(ValueError, match="SGLANG_RUST_SERVER"):
         check_configuration(arguments())
 
