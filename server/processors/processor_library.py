@@ -359,38 +359,21 @@ class ProcessorLibrary(ProcessorLoader):
         return len(self._registered)
 
     def ships_code(self, string: ProcessorString, tenant: str) -> bool:
-        """Return False if the processor is installed: by name, by SGLang's reference to its own, or registered."""
+        """Return True if a class that a client sent runs, now or by an earlier registration.
+
+        False for installed processors, however they are named.
+        """
         return self._installed_name(self.names.find(string, tenant)) is None
 
-    def register(self, string: ProcessorString, tenant: str, name: str | None = None) -> ProcessorInfo:
-        """Keep a string as a version of a name. Loads it once to check it.
-
-        The name is visible to its tenant only; other tenants may use the digest. Each tenant loads its own instance.
-
-        Args:
-            string: the processor to keep.
-            tenant: who registers it.
-            name: name of the registered processor; None: the name of its class.
-
-        Raises:
-            InvalidName: it cannot be registered under that name.
-            ProcessorLoadError: it cannot be loaded, no processor has that name or digest, or it is too large to keep.
-            ProcessorNotAllowed: it is shipped, and not on the operator's list.
-            ProcessorCacheFull: the cache cannot take another shipped processor.
-            RegistryFull: the registry cannot take another processor of this tenant.
-        """
-        found = self.find_to_register(string, tenant, name)
-        processor = self.acquire(found, tenant)
-        try:
-            return self.add_registration(processor, found, tenant, name)
-        finally:
-            self.release(processor)
-
     def find_to_register(self, string: ProcessorString, tenant: str, name: str | None) -> InstalledProcessor | Runnable:
-        """As `find`, for a processor that is to be registered: checks its name before its code runs for nothing.
+        """As `find`, for a processor that is to be registered.
+
+        Checks the name first, so that no code is loaded for a name that is refused.
 
         Raises:
             InvalidName: it cannot be registered under that name.
+            ProcessorLoadError: as `find`.
+            ProcessorNotAllowed: as `find`.
         """
         if name is not None:
             self.names.check_name(name, self._installed_name(string))
@@ -399,7 +382,21 @@ class ProcessorLibrary(ProcessorLoader):
     def add_registration(
         self, processor: LoadedProcessor, string: ProcessorString, tenant: str, name: str | None
     ) -> ProcessorInfo:
-        """Register a processor that was loaded from what `find_to_register` returned. Raises as `register`."""
+        """Keep a string as a version of a name.
+
+        The name is visible to its tenant only; other tenants may use the digest. Each tenant loads its own instance.
+
+        Args:
+            processor: loaded from `string`, to check it.
+            string: what `find_to_register` returned.
+            tenant: who registers it.
+            name: name of the registered processor; None: the name of its class.
+
+        Raises:
+            InvalidName: it cannot be registered under that name.
+            ProcessorLoadError: it is too large to keep.
+            RegistryFull: the registry cannot take another processor of this tenant.
+        """
         self.names.check_name(name or processor.name, self._installed_name(string))
         return registered_info(self._registered.add(_upload(name, processor, string), tenant))
 

@@ -309,7 +309,9 @@ def test_failure_is_remembered_for_a_while() -> None:
             errors = await asyncio.gather(*tasks, return_exceptions=True)
             assert [str(error) for error in errors] == ["no such name"] * 3
             assert len(set(map(id, errors))) == 3
-            with pytest.raises(ProcessorLoadError, match=r"no such name \(as it was; it is tried again in 10 s\)"):
+            with pytest.raises(
+                ProcessorLoadError, match=r"no such name \(from an earlier attempt; the next one is possible in 10 s\)"
+            ):
                 await scene.acquire("A")
             assert scene.executor.began == [("a", "A")]
             scene.cache.release(await scene.load("A", "another tenant"))

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from logitship.builtin_processors.registry import Registry, installed_processors
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor import CustomLogitProcessor
+from logitship.client.processor_info import ProcessorInfo
 from logitship.client.serialization.artifact import Artifact
 from logitship.client.serialization.processor_string import (
     InstalledProcessor,
@@ -104,6 +106,16 @@ class {name}(CustomLogitProcessor):
         return logits + 1
 """
     return SourceProcessor(source, name)
+
+
+def register(library: ProcessorLibrary, string: ProcessorString, tenant: str, name: str | None = None) -> ProcessorInfo:
+    """Register a processor, as `RequestProcessors.register` does."""
+    found = library.find_to_register(string, tenant, name)
+    processor = library.acquire(found, tenant)
+    try:
+        return library.add_registration(processor, found, tenant, name)
+    finally:
+        library.release(processor)
 
 
 def test_installed_processor_by_name(new_library: NewLibrary) -> None:
@@ -253,7 +265,7 @@ def test_tenants_share_installed_processors_only(new_library: NewLibrary) -> Non
 
 def test_registered_string_is_loaded_for_each_tenant(new_library: NewLibrary) -> None:
     library = new_library()
-    library.register(shipped("A"), "one")
+    register(library, shipped("A"), "one")
     by_digest = RegisteredProcessor(shipped("A").digest)
     one, two = (library.acquire(by_digest, tenant) for tenant in ("one", "two"))
     assert one.digest == two.digest == by_digest.digest
@@ -266,11 +278,11 @@ def test_registered_string_is_loaded_for_each_tenant(new_library: NewLibrary) ->
 def test_name_resolves_to_its_newest_version(new_library: NewLibrary) -> None:
     library = new_library()
     first, second = shipped("A"), replace(shipped("A"), source=shipped("A").source + "# more")
-    assert library.register(first, "").id == "A@1"
+    assert register(library, first, "").id == "A@1"
     resolved = library.names.resolve(InstalledProcessor("A"), "")
-    assert library.register(second, "").id == "A@2"
-    assert library.register(first, "").id == "A@1"
-    assert library.register(first, "", "Other").id == "Other@1"
+    assert register(library, second, "").id == "A@2"
+    assert register(library, first, "").id == "A@1"
+    assert register(library, first, "", "Other").id == "Other@1"
     assert resolved == library.names.resolve(InstalledProcessor("A@1"), "") == first
     assert library.names.resolve(InstalledProcessor("A"), "") == second
     assert library.names.resolve(first, "") is first
@@ -286,8 +298,8 @@ def test_name_resolves_to_its_newest_version(new_library: NewLibrary) -> None:
 
 def test_ships_code(new_library: NewLibrary) -> None:
     library = new_library()
-    library.register(shipped("A"), "one")
-    library.register(InstalledProcessor(NAME), "one", "Alias")
+    register(library, shipped("A"), "one")
+    register(library, InstalledProcessor(NAME), "one", "Alias")
     for string in (InstalledProcessor("A"), InstalledProcessor("A@1"), RegisteredProcessor(shipped("A").digest)):
         assert library.ships_code(string, "one")
     for string in (InstalledProcessor("Alias"), InstalledProcessor(NAME), InstalledProcessor("nothing")):
@@ -313,7 +325,7 @@ def test_unusable_name_is_refused(
 ) -> None:
     library = new_library()
     with pytest.raises(InvalidName, match=expected):
-        library.register(string, "", name)
+        register(library, string, "", name)
     assert [each.kind for each in library.names.list_all("")] == ["installed"] * len(installed_processors())
     library.clear()
     assert library.cache_stats().entries == 0  # nothing is in use
@@ -322,14 +334,14 @@ def test_unusable_name_is_refused(
 def test_invalid_name_is_refused_before_the_code_runs(new_library: NewLibrary) -> None:
     library = new_library()
     with pytest.raises(InvalidName):
-        library.register(shipped("A"), "", "a b")
+        register(library, shipped("A"), "", "a b")
     assert library.cache_stats().misses == 0
 
 
 def test_installed_processor_keeps_its_name(new_library: NewLibrary) -> None:
     library = new_library()
-    assert library.register(InstalledProcessor(NAME), "").id == f"{NAME}@1"
-    library.register(parse(installed_processors().get(NAME).to_str()), "")
+    assert register(library, InstalledProcessor(NAME), "").id == f"{NAME}@1"
+    register(library, parse(installed_processors().get(NAME).to_str()), "")
     assert [each.id for each in library.names.list_all("") if each.name == NAME] == [NAME, f"{NAME}@1"]
     installed = library.acquire(InstalledProcessor(NAME), "")
     assert library.acquire(InstalledProcessor(f"{NAME}@1"), "") is installed
@@ -349,11 +361,11 @@ ANOTHER_PYTHON = PickledProcessor(b"not read", python="3.1", source=shipped("A")
 def test_only_allowed_digests_are_loaded(string: ProcessorString, new_library: NewLibrary) -> None:
     library = new_library(allowed_digests=frozenset({shipped("A").digest}))
     library.release(library.acquire(string, ""))
-    registered = library.register(string, "")
+    registered = register(library, string, "")
     assert registered.digest == shipped("A").digest
     for name in (RegisteredProcessor(registered.digest), InstalledProcessor("A"), InstalledProcessor("A@1")):
         library.release(library.acquire(name, ""))
-    for use in (library.register, lambda string, tenant: library.acquire(string, tenant)):
+    for use in (partial(register, library), lambda string, tenant: library.acquire(string, tenant)):
         with pytest.raises(ProcessorNotAllowed, match=rf"the processor {shipped('B').digest} .*--allow-processor"):
             use(shipped("B"), "")
     assert library.cache_stats().misses == 1
@@ -386,7 +398,7 @@ def with_schema(schema: str) -> SourceProcessor:
 def test_params_are_checked_against_the_schema(new_library: NewLibrary) -> None:
     library = new_library()
     string = with_schema("{'properties': {'sentences': {'type': 'integer', 'minimum': 1}}, 'required': ['sentences']}")
-    info = library.register(string, "a")
+    info = register(library, string, "a")
     for form in (string, RegisteredProcessor(info.digest), InstalledProcessor("Counts")):
         processor = library.acquire(form, "a")
         library.prepare(processor, {"sentences": 1}, tenant="a")
