@@ -20,7 +20,7 @@ from logitship.sampler.sampler import Draft, Sampler
 from logitship.server.requests.sequence import Sequence
 
 _MIN_RUN = 4
-"""Most tokens of a run after other tokens than those of earlier runs were sampled."""
+"""Rejected guesses do not shorten a sequence's later runs below this."""
 
 
 @dataclass
@@ -98,7 +98,7 @@ class ForcedRuns:
             self._longest.pop(sequence, None)
         else:
             longest = self._longest.get(sequence, self._max_run)
-            self._longest[sequence] = max(longest // 2, num_accepted, _MIN_RUN)
+            self._longest[sequence] = min(max(longest // 2, num_accepted, _MIN_RUN), self._max_run)
 
     def _num_missing(self, sequence: Sequence, runs: Mapping[Sequence, ForcedRun]) -> int:
         """Return how many tokens the run of a sequence may still have."""

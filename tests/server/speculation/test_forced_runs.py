@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, cast
 
+import pytest
+
 from logitship.sampler.sampler import Draft
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.sequence import Sequence
@@ -48,3 +50,11 @@ def test_tenants_get_equal_parts(tokenizer: Tokenizer) -> None:
 def test_no_budget(tokenizer: Tokenizer) -> None:
     assert lengths(tokenizer, "ab", 0) == [0, 0]
     assert sum(lengths(tokenizer, "ab", 1)) == 1
+
+
+@pytest.mark.parametrize(("max_run", "shortened"), [(1, 1), (3, 3), (16, 8)])
+def test_length_after_a_rejected_guess(max_run: int, shortened: int, tokenizer: Tokenizer) -> None:
+    member = Sequence("r", 0, frozenset(), [5], SamplingParams(allowed_token_ids=[9]), 99, tokenizer, lambda _: None)
+    runs = ForcedRuns(cast(Any, EndlessDrafts()), max_run)
+    runs.observe(member, max_run, 0)
+    assert len(runs.find([member], [0], 100)[member].token_ids) == shortened
