@@ -25,12 +25,12 @@ def debugger_for(paths: Callable[[], list[Path]]) -> Iterator[None]:
     Args:
         paths: returns the author's files.
     """
+    if os.environ.get("PYTHONBREAKPOINT"):
+        yield  # a function of ours in between would be the frame in which that debugger stops
+        return
 
-    def start(*arguments: Any, **keywords: Any) -> Any:
-        if os.environ.get("PYTHONBREAKPOINT"):
-            return sys.__breakpointhook__(*arguments, **keywords)
+    def start(*arguments: Any, **keywords: Any) -> None:
         _Debugger({path.name: str(path) for path in paths()}).set_trace(sys._getframe(1))
-        return None
 
     before = sys.breakpointhook
     sys.breakpointhook = start

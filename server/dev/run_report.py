@@ -24,7 +24,7 @@ def answer_text(output: RequestOutput, style: TraceStyle) -> str:
     """Return the answer, the processor's receipts, and the trace.
 
     Args:
-        output: of a request with one continuation, finished or not.
+        output: of a finished request with one continuation.
         style: a line for each token, a table for each token, or no trace.
     """
     (answer,) = output.outputs
@@ -84,9 +84,9 @@ def with_source_lines(text: str, paths: Sequence[Path]) -> str:
 
     Args:
         text: the traceback.
-        paths: the author's files.
+        paths: the author's files, the main one first. Of several with the same name, the first is shown.
     """
-    known = {path.name: path for path in paths}
+    known = {path.name: path for path in reversed(paths)}
     lines: list[str] = []
     given = text.splitlines()
     for line, following in zip(given, [*given[1:], ""], strict=True):

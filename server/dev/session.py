@@ -91,7 +91,7 @@ class DevSession:
             self._write(str(error) if cause is None else import_traceback(cause, self._file.paths))
             return False
         except ProcessorFault as fault:
-            self._write(self._fault_text(fault))
+            self._write(self._fault_text(fault, params))
             return False
         except (LogitshipError, ValueError, TypeError) as error:
             self._write(with_source_lines(str(error), self._file.paths))
@@ -117,10 +117,10 @@ class DevSession:
         conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
         return self._llm.chat(conversations, sampling_params, use_tqdm=False)
 
-    def _fault_text(self, fault: ProcessorFault) -> str:
+    def _fault_text(self, fault: ProcessorFault, params: Mapping[str, Any]) -> str:
         if LEFT in fault.message:
             return "left in the debugger"
         text = with_source_lines(fault.traceback, self._file.paths)
         # The last line of the traceback has the exception. What is no exception has no traceback.
         lines = [text, ""] if text else []
-        return "\n".join([*lines, fault.message, f"params: {json.dumps(read_params(self._options.params))}"])
+        return "\n".join([*lines, fault.message, f"params: {json.dumps(params)}"])

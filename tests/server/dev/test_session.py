@@ -138,6 +138,15 @@ def test_error_shows_the_authors_line(folder: Path, make_terminal: MakeTerminal)
     ]
 
 
+def test_params_file_that_is_edited_during_a_fault(folder: Path, make_terminal: MakeTerminal) -> None:
+    head = "from pathlib import Path\n" + HEAD
+    (folder / "mine.py").write_text(source("Path('params.json').write_text('{')\nraise ValueError('no')", head))
+    (folder / "params.json").write_text('{"letter": "A"}')
+    is_answered, text = make_terminal(params="@params.json").run()
+    assert not is_answered
+    assert text.splitlines()[-1] == 'params: {"letter": "A"}'
+
+
 def test_error_in_prepare_shows_the_authors_line(folder: Path, make_terminal: MakeTerminal) -> None:
     method = "\n    def prepare(self, tokenizer, vocab_size):\n        self.table = vocab_size / 0\n"
     (folder / "mine.py").write_text(source("pass") + method)
