@@ -173,7 +173,7 @@ def failure_body(failed: GenerationFailed) -> ErrorResponse:
         "error": {
             "message": error.message,
             "type": error.type,
-            "param": "custom_logit_processor" if error.digest else None,
+            "param": None,  # `digest` identifies a processor: several fields can hold one
             "code": None,
             "index": failed.index,
             **fault_details(error),

@@ -6,14 +6,11 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client.exposition import choose_encoder
 
 from logitship.server.metrics.observed_metrics import EngineMetrics
-from logitship.server.requests.fair_pool import FairPool
+from logitship.server.requests.fair_pool import SCRAPES, FairPool
 
 from .documentation import operation
 
 METRICS_PATH = "/metrics"
-
-_SCRAPES = "/metrics"
-"""A tenant of their own for scrapes, so that they never wait behind a full queue of requests."""
 
 
 def metrics_router(metrics: EngineMetrics, pool: FairPool) -> APIRouter:
@@ -28,8 +25,9 @@ def metrics_router(metrics: EngineMetrics, pool: FairPool) -> APIRouter:
             encode, content_type = choose_encoder(accept)
         except (TypeError, ValueError):  # `Accept` has an invalid version number
             encode, content_type = choose_encoder("")
-        # Encoding hundreds of series takes milliseconds: do not block the event loop.
-        body = await pool.run(_SCRAPES, encode, metrics.registry)
+        # Encoding hundreds of series takes milliseconds: do not block the event loop. Scrapes have a tenant of their
+        # own, so that they never wait behind a full queue of requests.
+        body = await pool.run(SCRAPES, encode, metrics.registry)
         return Response(body, headers={"Content-Type": content_type})
 
     return router

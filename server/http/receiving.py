@@ -131,7 +131,7 @@ class RequestWork:
     tenant: str
     body_size: int
 
-    async def run(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on a thread.
 
         Raises:
@@ -139,7 +139,7 @@ class RequestWork:
         """
         return await self.pool.run(self.tenant, function, *args, **kwargs)
 
-    async def run_if_large(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run_if_large(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function whose time depends on the size of the body: on a thread if that is large, else here."""
         if self.body_size <= LARGE_BODY:
             return function(*args, **kwargs)

@@ -137,7 +137,8 @@ function markDifference() {
 function showError(error, column) {
   if (!(error instanceof ApiError)) throw error;
   if (error.status === 401) return askForKey(error.message);
-  if (error.param?.startsWith("custom_logit_processor")) panel.showError(error.message, error.traceback);
+  const isProcessors = error.type === "ProcessorFault" || error.param?.startsWith("custom_logit_processor");
+  if (isProcessors) panel.showError(error.message, error.traceback);
   else if (error.param) markField(error.param);
   announce(`${column.title.textContent}: ${error.message.split("\n")[0]}`);
 }

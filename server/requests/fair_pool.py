@@ -29,6 +29,9 @@ _LONG_JOB = 0.005
 _NICE = 7
 """Nice value of threads for such work: beside a busy core, they get a fifth of it."""
 
+SCRAPES = "/metrics"
+"""Tenant of scrapes of the metrics. Its jobs do not count as running: a scrape would always see its own."""
+
 _IDLE = 2.0
 """Seconds without a job after which a thread ends."""
 
@@ -75,11 +78,11 @@ class FairPool:
 
     @property
     def num_running(self) -> int:
-        """Jobs that run."""
+        """Jobs that run, without scrapes."""
         with self._changed:
-            return self._running.total()
+            return self._running.total() - self._running[SCRAPES]
 
-    async def run(self, tenant: str, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    async def run(self, tenant: str, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a function on a thread of the pool, and return its result.
 
         Args:

@@ -25,7 +25,7 @@ class FaultDetails(TypedDict, total=False):
     {
         "message": "processor Lipogram raised ZeroDivisionError: division by zero",
         "type": "ProcessorFault",
-        "param": "custom_logit_processor",
+        "param": None,
         "code": None,
         "index": 0,
         "kind": "exception",
@@ -42,7 +42,7 @@ class ErrorInfo(TypedDict):
     type: str
     """Error type."""
     param: str | None
-    """Path of the field in the request body."""
+    """Path of the field in the request body; null for a fault: `digest` identifies the processor."""
     code: str | None
     """OpenAI's error code, if it has one."""
     index: NotRequired[int]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import orjson
 from pydantic import Field, model_validator
+
+from logitship.server.requests.body_limits import scan_json
 
 from .field_rules import FUNCTION_RULES, TOOL_RULES
 from .request_schema import FieldError, Id, RequestModel
@@ -14,6 +17,11 @@ MAX_TOOLS = 1024
 """Most tools of a request, and calls of a message."""
 MAX_TOOL_TEXT = 1 << 20
 """Most characters of a function's description, and of a call's arguments."""
+MAX_TOOL_DEPTH = 100
+"""Deepest nesting of a function's parameters, and of a call's arguments. orjson writes 254 levels."""
+MAX_ARGUMENT_ELEMENTS = 1 << 16
+"""Most keys and values of a call's arguments as text, see `scan_json`: they are decoded in one go."""
+_TOO_DEEP = f"is nested deeper than {MAX_TOOL_DEPTH} levels"
 _ANY_ARGUMENTS = {"type": "object", "properties": {}}
 
 _EXAMPLE_PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -43,6 +51,12 @@ class FunctionDefinition(RequestModel):
     def for_template(self) -> dict[str, Any]:
         """The form that chat templates expect."""
         return {"name": self.name, "description": self.description or "", "parameters": self.parameters}
+
+    @model_validator(mode="after")
+    def _check_parameters(self) -> Self:
+        if _is_too_deep(self.parameters):
+            raise FieldError("parameters", _TOO_DEEP)
+        return self
 
 
 class Tool(RequestModel):
@@ -137,6 +151,10 @@ class CalledFunction(RequestModel):
 
     @model_validator(mode="after")
     def _check_arguments(self) -> Self:
+        if isinstance(self.arguments, str):
+            _check_arguments_text(self.arguments)
+        elif _is_too_deep(self.arguments):
+            raise FieldError("arguments", _TOO_DEEP)
         try:
             decoded = self.arguments_object
         except orjson.JSONDecodeError:
@@ -144,6 +162,23 @@ class CalledFunction(RequestModel):
         if not isinstance(decoded, dict):
             raise FieldError("arguments", "must be a JSON object, as text")
         return self
+
+
+def _check_arguments_text(text: str) -> None:
+    scan = scan_json(text.encode(), MAX_ARGUMENT_ELEMENTS)
+    if scan.elements > MAX_ARGUMENT_ELEMENTS:
+        raise FieldError("arguments", f"has more than {MAX_ARGUMENT_ELEMENTS} keys and values")
+    if scan.max_depth > MAX_TOOL_DEPTH:
+        raise FieldError("arguments", _TOO_DEEP)
+
+
+def _is_too_deep(value: dict[str, Any]) -> bool:
+    """Return whether JSON is nested too deeply. Goes level by level: recursion would be too deep as well."""
+    level: list[Any] = [value]
+    for _ in range(MAX_TOOL_DEPTH):
+        inner = chain.from_iterable(each.values() if isinstance(each, dict) else each for each in level)
+        level = [each for each in inner if isinstance(each, dict | list)]
+    return bool(level)
 
 
 class MessageToolCall(RequestModel):

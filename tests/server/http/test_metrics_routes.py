@@ -121,6 +121,11 @@ def test_requests_and_tokens(run: Callable[..., Running]) -> None:
     assert running.read("http_requests_total", method="POST", route="/generate", status="200") == 2
 
 
+def test_scrape_is_no_running_job(run: Callable[..., Running]) -> None:
+    running = run()
+    assert "logitship_pool_jobs_running 0.0\n" in running.http.get("/metrics").text
+
+
 def test_steps_are_the_sum_of_their_phases(run: Callable[..., Running]) -> None:
     running = run()
     running.generate(8, **shipped("Mine"))

@@ -210,6 +210,50 @@ def test_refusals(fields: dict[str, Any], param: str, client: Any) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+def nested(levels: int) -> dict[str, Any]:
+    value: Any = 1
+    for _ in range(levels):
+        value = {"a": value}
+    return value  # type: ignore[no-any-return]
+
+
+def called_with(arguments: Any) -> dict[str, Any]:
+    call = {"function": {"name": "a", "arguments": arguments}}
+    return {"messages": [USER, {"role": "assistant", "tool_calls": [call]}]}
+
+
+def defined_with(parameters: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "a", "parameters": parameters}}]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        (called_with(nested(101)), "messages[1].tool_calls[0].function.arguments"),
+        (called_with(json.dumps(nested(101))), "messages[1].tool_calls[0].function.arguments"),
+        (called_with('{"a":' * 2000), "messages[1].tool_calls[0].function.arguments"),
+        (defined_with(nested(101)), "tools[0].function.parameters"),
+    ],
+)
+def test_deep_nesting_is_refused(fields: dict[str, Any], param: str, client: Any) -> None:
+    answer = client.post(PATH, chat(**fields))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert "is nested deeper than 100 levels" in answer.json()["error"]["message"]
+
+
+def test_nesting_at_the_bound_is_accepted(client: Any) -> None:
+    client.ok(PATH, chat(**called_with(nested(100))))
+    client.ok(PATH, chat(**called_with(json.dumps(nested(100)))))
+    client.ok(PATH, chat(**defined_with(nested(100))))
+
+
+def test_elements_of_arguments_are_bounded(client: Any) -> None:
+    answer = client.post(PATH, chat(**called_with('{"a":[' + "[]," * 20000 + "1]}")))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "messages[1].tool_calls[0].function.arguments")
+    assert "has more than 65536 keys and values" in error["message"]
+
+
 def test_names_of_the_peers_parsers() -> None:
     for name in ("hermes", "qwen", "qwen25", "llama3", "llama3_json"):
         assert ServerConfig(tool_call_parser=name).tool_call_parser == name  # type: ignore[arg-type]
