@@ -113,7 +113,6 @@ class LLM(EngineOwner):
         self._check_open()
         is_one = not messages or isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = [messages] if is_one else messages
-        template = {} if chat_template is None else {"chat_template": chat_template}
         prompts = [
             render_conversation(
                 self._engine,
@@ -121,7 +120,8 @@ class LLM(EngineOwner):
                 "messages" if is_one else f"messages[{index}]",
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                template_kwargs={**template, **(chat_template_kwargs or {})},
+                chat_template=chat_template,
+                template_kwargs=chat_template_kwargs or {},
             )
             for index, conversation in enumerate(conversations)
         ]
@@ -189,5 +189,5 @@ def _end(engine: AsyncEngine, loop_thread: LoopThread) -> None:
 
 
 def _listed(prompts: Any) -> list[PromptLike]:
-    is_one = isinstance(prompts, str | Mapping) or (prompts and type(prompts[0]) is int)
+    is_one = isinstance(prompts, str | bytes | bytearray | Mapping) or (prompts and type(prompts[0]) is int)
     return [prompts] if is_one else list(prompts)

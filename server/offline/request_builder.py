@@ -151,7 +151,11 @@ class RequestBuilder:
             given, text = _from_mapping(given, at)
         if isinstance(given, str):
             return self._encode(given, at)
-        if isinstance(given, Sequence) and all(type(token_id) is int for token_id in given):
+        if (
+            isinstance(given, Sequence)
+            and not isinstance(given, bytes | bytearray)
+            and all(type(token_id) is int for token_id in given)
+        ):
             return dataclasses.replace(self._encode(list(given), at), text=text)
         raise TypeError(f"{at}: expected a string or a list of token ids (integers), not {_describe(given)}")
 
@@ -183,7 +187,7 @@ def _from_mapping(given: Mapping[str, Any], at: str) -> tuple[Any, str | None]:
 
 
 def _describe(value: object) -> str:
-    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
         odd = next(each for each in value if type(each) is not int)
         return f"a {type(value).__name__} with {type(odd).__name__} in it"
     return type(value).__name__

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,8 @@ class StructuredOutputsParams:
     """A structural tag, as JSON text."""
 
     def __post_init__(self) -> None:
-        if self.choice is not None and not isinstance(self.choice, str):
+        # A mapping would be reduced to its keys.
+        if isinstance(self.choice, Iterable) and not isinstance(self.choice, str | Mapping):
             object.__setattr__(self, "choice", list(self.choice))
         # Validate now, while the caller's line is in the traceback.
         _ = self.constraint

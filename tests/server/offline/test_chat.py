@@ -49,6 +49,18 @@ def test_chat_options(llm: LLM) -> None:
     assert output.prompt == "oh hi"
 
 
+@pytest.mark.parametrize("name", ["add_generation_prompt", "max_characters", "chat_template", "tokenize"])
+def test_reserved_template_variables(llm: LLM, name: str) -> None:
+    with pytest.raises(ValueError, match=f"chat_template_kwargs: must not set '{name}'"):
+        chat(llm, CONVERSATION, chat_template_kwargs={name: False})
+
+
+def test_tools_are_a_template_variable(llm: LLM) -> None:
+    template = "{{ tools[0]['name'] }}"
+    (output,) = chat(llm, CONVERSATION, chat_template=template, chat_template_kwargs={"tools": [{"name": "oh"}]})
+    assert output.prompt == "oh"
+
+
 @pytest.mark.parametrize(
     ("messages", "message"),
     [

@@ -24,6 +24,9 @@ def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
         ([5] * 600, None, InvalidRequest, r"prompts\[1\]: has 600 tokens"),
         ([5, 999], None, InvalidRequest, r"prompts\[1\]: token id 999"),
         ([5, "x"], None, TypeError, r"prompts\[1\]: expected a string or a list of token ids .*, not a list with str"),
+        (b"x", None, TypeError, r"prompts\[1\]: expected a string or .* not bytes"),
+        (bytearray(b"x"), None, TypeError, r"prompts\[1\]: expected a string or .* not bytearray"),
+        ({"prompt": b"x"}, None, TypeError, r"prompts\[1\]: expected a string or .* not bytes"),
         (3.5, None, TypeError, r"prompts\[1\]: expected .* not float"),
         ({"prompt": "x", "multi_modal_data": {}}, None, ValueError, r"prompts\[1\]: 'multi_modal_data' is not supp"),
         ({}, None, ValueError, r"prompts\[1\]: has neither"),
@@ -48,6 +51,12 @@ def test_invalid_prompt_is_found_before_any_runs(
         quiet(llm, ["hello", prompt], [GREEDY, GREEDY if params is None else params])
     assert llm._engine.stats().steps == 0
     assert_idle(llm)
+
+
+@pytest.mark.parametrize("prompts", [b"The moon", b"", bytearray(b"The moon"), [b"The moon"]], ids=str)
+def test_bytes_are_no_prompt(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(TypeError, match=r"prompts: expected a string or a list of token ids .*, not byte"):
+        quiet(llm, prompts)
 
 
 def test_number_of_sampling_params(llm: LLM) -> None:

@@ -79,6 +79,8 @@ def test_sglang_names(llm: LLM, values: dict[str, Any]) -> None:
         ({"json": {}, "regex": "a"}, "structured_outputs: give exactly one"),
         ({"regex": 5}, "structured_outputs.regex: Input should be a valid string"),
         ({"choice": "yes"}, "structured_outputs.choice: must be a list of strings"),
+        ({"choice": 5}, "structured_outputs.choice: must be a list of strings"),
+        ({"choice": {"yes": 1}}, "structured_outputs.choice: must be a list of strings"),
         (
             {"json": {}, "disable_additional_properties": True},
             "structured_outputs.disable_additional_properties: is not",
