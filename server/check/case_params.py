@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from .check_options import UsageError
+from .check_options import BATCH_SIZE_LIMIT, UsageError
 
 Params = Mapping[str, Any]
 
@@ -22,10 +22,16 @@ def params_to_check(schema: Mapping[str, Any] | None, given: Sequence[Params]) -
         given: by the author.
 
     Raises:
-        UsageError: the schema requires a parameter, and neither it nor the author gives a value for it.
+        UsageError: there are too many; or the schema requires a parameter, and neither it nor the author gives a value
+            for it.
     """
-    if given:
-        return list(given)
+    sets = list(given) or _of_schema(schema)
+    if len(sets) > BATCH_SIZE_LIMIT:
+        raise UsageError(f"params: {len(sets)} are given, at most {BATCH_SIZE_LIMIT} can be checked")
+    return sets
+
+
+def _of_schema(schema: Mapping[str, Any] | None) -> list[Params]:
     if not isinstance(schema, Mapping):
         return [{}]
     examples = [each for each in _list(schema.get("examples")) if isinstance(each, Mapping)]

@@ -14,6 +14,7 @@ from logitship.server.model.model_loader import LoadedModel
 from .case_params import Params
 
 NUM_CASES = 7
+"""Cases of a check with up to as many parameter sets."""
 _TOKENS_LEFT_BY_STRICT_MASK = 8
 
 
@@ -51,13 +52,14 @@ class CheckCase:
 
 
 def make_cases(loaded: LoadedModel, prompts: Sequence[str], param_sets: Sequence[Params]) -> list[CheckCase]:
-    """Make four cases with random logits, two of them masked, and three with the model's logits.
+    """Make four cases with random logits, two of them masked, and three or more with the model's logits.
 
-    Prompts have different lengths. The parameter sets are assigned in turn, so that each set meets each kind.
+    Prompts have different lengths. The parameter sets are assigned in turn, each to one case or more.
     """
+    count = max(NUM_CASES, len(param_sets))
     encoded = [loaded.tokenizer.encode(prompt)[: loaded.max_len // 2] for prompt in prompts]
-    texts = [_shortened(encoded[number % len(encoded)], number // len(encoded)) for number in range(NUM_CASES)]
-    params = [param_sets[number % len(param_sets)] for number in range(NUM_CASES)]
+    texts = [_shortened(encoded[number % len(encoded)], number // len(encoded)) for number in range(count)]
+    params = [param_sets[number % len(param_sets)] for number in range(count)]
 
     def random(number: int, name: str, scale: float, allowed: int | None = None) -> CheckCase:
         def source() -> LogitsSource:
@@ -72,7 +74,7 @@ def make_cases(loaded: LoadedModel, prompts: Sequence[str], param_sets: Sequence
         random(2, "random logits, half of them -inf", 4.0, loaded.vocab_size // 2),
         random(3, f"random logits, all but {few} -inf", 4.0, few),
     ]
-    for number in range(4, NUM_CASES):
+    for number in range(4, count):
         text = texts[number]
         cases.append(
             CheckCase(f"check-{number}", "real logits", params[number], text, partial(_RealLogits, loaded, text))

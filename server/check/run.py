@@ -61,7 +61,7 @@ def run_check(
         string, size = serialized(cls)  # before the model is loaded, which takes longer
     except NotSerializable as error:
         return check.not_serializable(error)
-    environment = CheckEnvironment(config, loaded or load_model(config), max_batch_size(options))
+    environment = CheckEnvironment(config, loaded or load_model(config), max_batch_size(options, check.num_params))
     try:
         return check.run(environment, string, size)
     finally:
@@ -71,7 +71,7 @@ def run_check(
 def check_in_environment(
     environment: CheckEnvironment, cls: type[CustomLogitProcessor], options: CheckOptions
 ) -> CheckReport:
-    """Check a class in an existing environment, which must take batches of `max_batch_size(options)` rows."""
+    """Check a class in an existing environment, which must take batches of `max_batch_size` rows."""
     check = _Check(cls, options, environment.config, "")
     try:
         return check.run(environment, *serialized(cls))
@@ -79,13 +79,17 @@ def check_in_environment(
         return check.not_serializable(error)
 
 
-def max_batch_size(options: CheckOptions) -> int:
-    """Return the number of rows of the largest call that a check makes."""
-    return max(*options.batch_sizes, NUM_CASES)
+def max_batch_size(options: CheckOptions, num_params: int = 1) -> int:
+    """Return the number of rows of the largest call that a check with so many parameter sets makes."""
+    return max(*options.batch_sizes, NUM_CASES, num_params)
 
 
 class _Check:
-    """A running check and its results so far."""
+    """A running check and its results so far.
+
+    Attributes:
+        num_params: parameter sets that are given, by the author or as examples.
+    """
 
     def __init__(
         self, cls: type[CustomLogitProcessor], options: CheckOptions, config: ServerConfig, target: str
@@ -95,7 +99,7 @@ class _Check:
         self._config = config
         self._target = target
         self._params = params_to_check(cls.params_schema, options.params)
-        self._num_given = len(self._params)
+        self.num_params = len(self._params)
         self._digest = ""
         self._vocab_size = 0
         self._checks: dict[str, CheckResult] = {}
@@ -213,7 +217,7 @@ class _Check:
             isolation=self._config.processor_isolation,
             versions={"logitship": version("logitship"), "python": PYTHON, "torch": torch.__version__},
             params=[dict(each) for each in self._params],
-            num_given_params=self._num_given,
+            num_given_params=self.num_params,
             checks=[self._checks.get(name) or not_checked(name, "the processor does not run") for name in CHECKS],
             timings=self._timings,
             slow_lines=self._slow_lines,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -66,7 +67,18 @@ def check_argmax(dry_run: DryRun | None, recordings: Sequence[Recording]) -> Che
     """
     if dry_run is None:
         return not_checked("argmax", "the class could not be instantiated in this process")
-    if not _is_argmax_invariant(dry_run.processor):
+    try:
+        is_declared = _is_argmax_invariant(dry_run.processor)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  # boundary: author code
+        finding = Finding(
+            "argmax",
+            Severity.ERROR,
+            f"is_argmax_invariant raises {type(error).__name__}: {error}",
+            "Return True or False.",
+            traceback="".join(traceback.format_exception(error)).rstrip(),
+        )
+        return result("argmax", "is_argmax_invariant fails", [finding])
+    if not is_declared:
         return not_checked("argmax", "the class does not declare is_argmax_invariant")
     for recording in recordings:
         for step, (before, after) in enumerate(zip(recording.inputs, recording.outputs, strict=False)):

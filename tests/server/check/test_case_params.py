@@ -31,6 +31,11 @@ def test_examples_from_schema(schema: Any, expected: list[dict[str, Any]]) -> No
     assert params_to_check(schema, [{"given": 1}]) == [{"given": 1}]
 
 
+def test_number_of_sets_is_bounded() -> None:
+    with pytest.raises(UsageError, match="params: 257 are given, at most 256 can be checked"):
+        params_to_check(None, [{}] * 257)
+
+
 def test_required_parameter_needs_value() -> None:
     with pytest.raises(UsageError, match="'n' is required"):
         params_to_check({"properties": {"n": {"type": "integer"}}, "required": ["n"]}, [])

@@ -96,6 +96,24 @@ def test_ignored_checks_do_not_fail_report(check: Check) -> None:
     assert report["deterministic"].verdict is Verdict.FAILED
 
 
+class FailsForTheLast(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        if any(params["number"] == 8 for params in custom_param_list or []):
+            raise ZeroDivisionError("eight")
+        return logits
+
+
+def test_all_params_are_checked(loaded_model: LoadedModel) -> None:
+    params = [{"number": number} for number in range(9)]
+    config = ServerConfig(model_path="tiny", processor_isolation="none")
+    options = CheckOptions(params=params, max_tokens=2, batch_sizes=[1])
+    report = run_check(FailsForTheLast, options, config, loaded=loaded_model)
+    (finding,) = report["contract"].findings
+    assert finding.details["params"] == {"number": 8}
+    options = CheckOptions(params=params[:8], max_tokens=2, batch_sizes=[1])
+    assert run_check(FailsForTheLast, options, config, loaded=loaded_model).ok
+
+
 def test_isolation_none(loaded_model: LoadedModel, good: type[CustomLogitProcessor]) -> None:
     config = ServerConfig(model_path="tiny", processor_isolation="none")
     options = CheckOptions(params=[{"token_ids": [30]}], max_tokens=2, batch_sizes=[1])

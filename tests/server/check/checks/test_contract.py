@@ -174,6 +174,19 @@ class BansSeven(CustomLogitProcessor):
         return logits
 
 
+class CannotSay(BansSeven):
+    def is_argmax_invariant(self) -> bool:  # type: ignore[override]
+        raise ZeroDivisionError("seven")
+
+
+def test_argmax_invariance_that_fails(check: Check) -> None:
+    report = check(CannotSay)
+    (finding,) = report["argmax"].findings
+    assert (report["argmax"].verdict, report["speed"].verdict) == (Verdict.FAILED, Verdict.PASSED)
+    assert finding.seen == "is_argmax_invariant raises ZeroDivisionError: seven"
+    assert "in is_argmax_invariant" in finding.traceback
+
+
 class Modest(BansSeven):
     is_argmax_invariant = False
 
