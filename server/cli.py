@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         config = ServerConfig(**{name: _as_tuple(value) for name, value in options.items()})
     except ValueError as error:
-        parser.error(str(error))
+        _command_parser(parser, command).error(str(error))
     try:
         return _COMMANDS[command](config)
     except StartError as error:

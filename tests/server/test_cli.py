@@ -168,6 +168,7 @@ def test_empty_key_in_the_environment(
         (["serve", "--dtype", "int8"], "invalid choice: 'int8'"),
         (["serve", "--processor-isolation", "magic"], "invalid choice: 'magic'"),
         (["serve", "--nonsense"], "unknown flag --nonsense (all flags"),
+        (["serve", "--port", "70000"], "(all flags: logitship serve --help)"),
         (["serve", "--prot", "1"], "unknown flag --prot: did you mean --port?"),
         (["check", "a:B", "--modle-path=x"], "unknown flag --modle-path: did you mean --model-path?"),
         (["serve", "tiny", "huge"], "unexpected argument 'huge'"),
