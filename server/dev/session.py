@@ -85,13 +85,14 @@ class DevSession:
         try:
             cls = self._file.load()
             params = read_params(self._options.params)
-            outputs = self._generate(cls, params)
+            try:
+                outputs = self._generate(cls, params)
+            except ProcessorFault as fault:
+                self._write(self._fault_text(fault, params))
+                return False
         except UsageError as error:
             cause = error.__cause__
             self._write(str(error) if cause is None else import_traceback(cause, self._file.paths))
-            return False
-        except ProcessorFault as fault:
-            self._write(self._fault_text(fault, params))
             return False
         except (LogitshipError, ValueError, TypeError) as error:
             self._write(with_source_lines(str(error), self._file.paths))
