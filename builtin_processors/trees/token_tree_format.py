@@ -4,9 +4,9 @@
 {"start_token_id": 225, "end_token_id": 2, "sep": "_", "prefix_dict": {"225": [64000, 64003], "225_64000": [2]}}
 ```
 
-All keys are optional. Others are ignored, but a value without a name (`""`) must not be nested. RTP-LLM reads files with two parsers: a streaming one, whose rules this
-module implements, and, if that finds no JSON at all, an older one, which also accepts comments. Here, such a file is
-refused.
+All keys are optional. Others are ignored, but a value without a name (`""`) must not be nested. RTP-LLM reads files
+with two parsers: a streaming one, whose rules this module implements, and, if that finds no JSON at all, an older one,
+which also accepts comments. Here, such a file is refused.
 """
 
 from __future__ import annotations

@@ -188,6 +188,6 @@ def _end(engine: AsyncEngine, loop_thread: LoopThread) -> None:
     loop_thread.stop()
 
 
-def _listed(prompts: Any) -> list[PromptLike]:
+def _listed(prompts: Any) -> list[Any]:
     is_one = isinstance(prompts, str | bytes | bytearray | Mapping) or (prompts and type(prompts[0]) is int)
     return [prompts] if is_one else list(prompts)
