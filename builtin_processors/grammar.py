@@ -102,7 +102,8 @@ class GrammarParams(ProcessorParams):
             ValueError: the constraint is malformed or too long.
         """
         given = getattr(self, self.constraint)
-        length = len(given if isinstance(given, str) else json.dumps(given)) + len(self.whitespace_pattern or "")
+        text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        length = len(text) + len(self.whitespace_pattern or "")
         if length > MAX_GRAMMAR_LENGTH:
             raise ValueError(f"it has {length} characters, more than {MAX_GRAMMAR_LENGTH}")
         match self.constraint:
@@ -296,7 +297,8 @@ class GrammarProcessor(BuiltinProcessor):
                 words[row] = cursor.mask
             elif not cursor.is_free:
                 new.append(row)
-        seconds = self._fill(words, [(cursors[row].matcher, row) for row in new])
+        # Without new masks, nothing is learned of their speed.
+        seconds = self._fill(words, [(cursors[row].matcher, row) for row in new]) if new else {}
         for row in new:
             is_too_slow = row in seconds and seconds[row] > _MAX_SECONDS
             cursors[row].num_slow += row in seconds and seconds[row] > _SLOW_SECONDS

@@ -100,7 +100,8 @@ class ThinkModeLogitsProcessor(BuiltinProcessor):
     def _limit(self, wanted: ThinkModeParams, model: ModelFacts) -> ThinkLimit:
         marker = _tokens_of(wanted, "end", model, default=_DEFAULT_END_TAG)
         if not marker:
-            raise ValueError("end_think_token_ids: expected at least one token, without any thinking would never end")
+            name = "end_think_token_ids" if wanted.end_think_tag is None else "end_think_tag"
+            raise ValueError(f"{name}: expected at least one token, without any thinking would never end")
         return ThinkLimit(
             wanted.in_think_mode and wanted.max_thinking_tokens != 0,
             wanted.max_thinking_tokens,

@@ -16,7 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from logitship.builtin_processors import grammar as grammar_module
-from logitship.builtin_processors.grammar import MAX_GRAMMAR_LENGTH, GrammarProcessor, mask_tokens
+from logitship.builtin_processors.grammar import MAX_GRAMMAR_LENGTH, GrammarParams, GrammarProcessor, mask_tokens
 from logitship.builtin_processors.parts.token_sequence import TokenSequence
 from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
 from logitship.sampler.allowed_tokens import AllowedTokens
@@ -457,6 +457,19 @@ def test_slow_masks_are_not_looked_at_ahead(
     assert not restricted.likely
 
 
+def test_slow_masks_of_several_rows_are_timed_in_the_next_step(
+    make_row: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = GrammarProcessor()
+    rows = [Row(processor, make_row, regex="[ab]d") for _ in range(2)]
+    monkeypatch.setattr(grammar_module, "_SLOW_SECONDS", -1.0)
+    processor.restrict([row.params for row in rows], [AllowedTokens(VOCAB_SIZE) for _ in rows])
+    for tokens, row in zip(allowed(processor, *rows), rows, strict=True):
+        row.output.append(min(tokens))
+    allowed(processor, *rows)
+    assert [cursor.num_slow for row in rows for cursor in row.params["__req__"].state.values()] == [1, 1]
+
+
 def test_text_is_looked_for_in_a_row_that_something_else_leaves_open(
     processor: GrammarProcessor, new_row: Callable[..., Row]
 ) -> None:
@@ -501,6 +514,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 def test_invalid_parameters_are_refused(processor: GrammarProcessor, params: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         processor.prepare(params, MODEL)
+
+
+def test_length_is_counted_in_characters() -> None:
+    assert GrammarParams(choice=["é" * (MAX_GRAMMAR_LENGTH - 4)]).source(MODEL)
+    with pytest.raises(ValueError, match="it has 262145 characters"):
+        GrammarParams(choice=["é" * (MAX_GRAMMAR_LENGTH - 3)]).source(MODEL)
 
 
 def _bits(rows: Sequence[Sequence[bool]]) -> np.ndarray[Any, np.dtype[np.int32]]:

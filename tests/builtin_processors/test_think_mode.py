@@ -317,7 +317,7 @@ def test_switched_off(params: dict[str, Any]) -> None:
         ({"max_thinking_tokens": 1.0}, "max_thinking_tokens: expected an integer, 0 or greater, got 1.0"),
         ({"in_think_mode": 1}, "in_think_mode: expected true or false, got 1"),
         ({"end_think_token_ids": []}, "end_think_token_ids: expected at least one token, without any thinking would"),
-        ({"end_think_tag": ""}, "end_think_token_ids: expected at least one token, without any thinking would"),
+        ({"end_think_tag": ""}, "end_think_tag: expected at least one token, without any thinking would"),
         ({"end_think_token_ids": "8"}, "end_think_token_ids: expected a list of token ids, got '8'"),
         ({"end_think_token_ids": [256]}, "end_think_token_ids: token id 256 is outside the vocabulary (0 to 255)"),
         ({"end_think_tag": 8}, "end_think_tag: expected a string, got 8"),
