@@ -64,7 +64,9 @@ class GuardedProcessor(LogitsProcessor):
             self.wrapped.update_state(batch_update)
         # Whatever the processor raises, most requests can continue.
         except Exception as error:  # noqa: BLE001  # boundary: third-party code
-            self._recover(error, lambda: None)
+            # Some processors read the tokens of a request only in the updates after its addition.
+            self._recover(error, lambda: self.wrapped.update_state(None))
+            self.wrapped.update_state(None)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Run the processor on float32 [rows, vocab]. Rows in `take_faults` are unchanged.
@@ -111,7 +113,7 @@ class GuardedProcessor(LogitsProcessor):
 
         Args:
             error: the exception that it raised.
-            attempt: the call that failed, repeated for each request. Adding a request may also fail by itself.
+            attempt: a call that fails if the request is at fault. Adding a request may also fail by itself.
         """
         logger.error("the installed logits processor %s failed; looking for the request", self._name, exc_info=error)
         self._replace_rows({})

@@ -81,6 +81,25 @@ def test_request_may_start_to_fail_later() -> None:
     assert guarded.take_faults() == []
 
 
+def test_failure_in_an_update_without_changes() -> None:
+    class ReadsNewTokens(Plugin):
+        """Reads the last tokens, if no request was added or removed."""
+
+        def update_state(self, batch_update: BatchUpdate | None) -> None:
+            self.rows.update(batch_update)
+            for args, output in self.rows.values() if batch_update is None else ():
+                args["column"] = {0: 1, 5: 2}[output[-1]]
+
+    outputs = [[5], [5]]
+    guarded = GuardedProcessor(ReadsNewTokens(), "reads")
+    guarded.update_state(BatchUpdate(2, [], [(row, params(), [], output) for row, output in enumerate(outputs)], []))
+    outputs[0].append(0)
+    outputs[1].append(6)
+    guarded.update_state(None)
+    assert guarded.apply(torch.zeros(2, VOCAB)).tolist() == [expected(2, 1), [0.0] * VOCAB]
+    assert [row for row, _ in guarded.take_faults()] == [1]
+
+
 def test_error_without_culprit_is_raised() -> None:
     class Broken(Plugin):
         def apply(self, logits: torch.Tensor) -> torch.Tensor:
