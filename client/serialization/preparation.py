@@ -13,6 +13,8 @@ from typing import Any
 
 from .syntax import signature_of
 
+PREPARED = "_prepared_attributes"
+"""Attribute of a class in which `preparing` keeps the attributes of the prepared instance."""
 _MARK = "_calls_prepare_first"
 
 
@@ -36,11 +38,11 @@ def preparing(call: FunctionType) -> FunctionType:
 
     def __call__(self: Any, logits: Any, custom_param_list: Any = None) -> Any:  # noqa: N807
         cls = type(self)
-        if "_prepared" not in cls.__dict__:
+        if "_prepared_attributes" not in cls.__dict__:
             self.prepare(custom_param_list[0]["__req__"].tokenizer, logits.shape[-1])
-            cls._prepared = self.__dict__
-        elif self.__dict__ is not cls._prepared:
-            self.__dict__ = cls._prepared
+            cls._prepared_attributes = self.__dict__
+        elif self.__dict__ is not cls._prepared_attributes:
+            self.__dict__ = cls._prepared_attributes
         return call(self, logits, custom_param_list)
 
     first = FunctionType(__call__.__code__, call.__globals__, call.__name__, (None,), __call__.__closure__)
@@ -54,7 +56,9 @@ def prepares_first(cls: type) -> FunctionType | None:
     if not has_prepare(cls) or cls.__dict__.keys().isdisjoint(("__call__", "prepare")):
         return None
     call = inspect.getattr_static(cls, "__call__")
-    return preparing(call) if isinstance(call, FunctionType) else None
+    if not isinstance(call, FunctionType):
+        return None
+    return preparing(vars(call).get(_MARK, call))  # that of a loaded class prepares first already
 
 
 def let_prepare_first(cls: type) -> None:

@@ -11,7 +11,7 @@ but decides differently:
 - The same class gives the same bytes in every process: sets are sorted, equal strings are one object, and file names
   lose their folders.
 
-This module and the `pickled_` ones import dill; `serialization.py` imports this one when a class is really serialized.
+This module and the `pickled_` ones import dill; `serialize.py` imports this one when a class is really serialized.
 """
 
 from __future__ import annotations

@@ -14,13 +14,13 @@ from typing import Any
 
 import dill._dill
 
-from logitship.client.serialization.preparation import prepares_first
+from logitship.client.serialization.preparation import PREPARED, prepares_first
 from logitship.client.serialization.provenance import is_own_extension, top_level
 
 from .base_pickler import BasePickler
 from .reductions import annotations_as_text, is_written_in_enum, slot_names
 
-# Attributes that creating the class makes again, or that only describe where it was written.
+# Attributes that creating or calling the class makes again, or that only describe where it was written.
 _NOT_PICKLED = frozenset(
     {
         "__dict__",
@@ -39,6 +39,7 @@ _NOT_PICKLED = frozenset(
         "__firstlineno__",
         "__abstractmethods__",
         "_abc_impl",
+        PREPARED,
     }
 )
 

@@ -116,6 +116,20 @@ def test_first_call_prepares_what_from_str_returns(strings: dict[str, str], name
         assert processor(torch.zeros(1, 2), params).tolist() == [[EXPECTED[name]] * 2]
 
 
+@pytest.mark.parametrize("name", EXPECTED)
+def test_loaded_class_is_serialized_without_what_it_prepared(strings: dict[str, str], name: str) -> None:
+    text = strings[name]
+    for _ in range(2):
+        processor = CustomLogitProcessor.from_str(text)
+        processor(torch.zeros(1, 2), [{"__req__": SimpleNamespace(tokenizer="of the client")}])
+        text = type(processor).to_str()
+    string = parse(text)
+    assert isinstance(string, PickledProcessor)
+    prepared: Any = instantiate_prepared(load_class(string), "abc", 2)
+    assert prepared(torch.zeros(1, 2), [{}]).tolist() == [[EXPECTED[name]] * 2]
+    assert prepared.times == 1
+
+
 def test_error_of_prepare_is_a_load_error() -> None:
     source = """
 from logitship import CustomLogitProcessor
