@@ -19,6 +19,9 @@ MAX_EDITS_PER_ROW = 4
 """A log has at most `MAX_EDITS` edits and this many more per row, steps of arithmetic included. A call with more waits
 for its logits."""
 
+MAX_STEPS = 255
+"""Maximum steps of arithmetic of a `Restore`, whose binary form has one byte for their number."""
+
 MAX_TOUCHED = 8
 """Maximum number of elements that the edits of a log touch, as a multiple of the number of logits."""
 

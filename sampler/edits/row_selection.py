@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from logitship.sampler.allowed_tokens import MAX_EDITED
 
 from .edit_operations import (
     Edit,
@@ -22,10 +25,11 @@ from .edit_operations import (
 )
 from .merged_edits import apply_edits
 
+_MAX_FLOAT = float(np.finfo(np.float32).max)
+_MAX_LOGIT = _MAX_FLOAT / MAX_EDITED
+"""Logits are assumed not to be larger."""
 _MAX_FACTOR = 2.0
-"""Factor that even a full log of edits may multiply a logit with, without its exceeding float32's range."""
-_MAX_TERM = 1e30
-"""Number that may be added to a logit without its exceeding float32's range."""
+"""Edits with larger factors are not judged."""
 
 _Chosen = npt.NDArray[np.bool_]
 
@@ -95,7 +99,7 @@ def finite_tokens(edits: GroupEdits, vocab_size: int) -> tuple[_Chosen, _Chosen]
     Returns:
         bool [vocab] each; None if some depend on the logits of other tokens, or become NaN or +inf.
     """
-    if not all(map(_is_bounded, edits)) or not all(np.array_equal(*positions) for positions in _moved(edits)):
+    if not _is_bounded(_steps(edits)) or not all(np.array_equal(*positions) for positions in _moved(edits)):
         return None
     found = []
     for value in (0.0, -np.inf):
@@ -109,17 +113,36 @@ def finite_tokens(edits: GroupEdits, vocab_size: int) -> tuple[_Chosen, _Chosen]
     return found[0], found[1]
 
 
-def _is_bounded(edit: Edit) -> bool:
-    """Return whether an edit keeps finite logits in the range of float32, except those that it makes -inf."""
-    if isinstance(edit, EditRows):
-        return _is_bounded_step(edit.operator, edit.operand)
-    return not isinstance(edit, Restore) or all(_is_bounded_step(*step) for step in edit.arithmetic)
+def _steps(edits: GroupEdits) -> Iterator[tuple[str, Operand]]:
+    """Yield the arithmetic of edits."""
+    for edit in edits:
+        if isinstance(edit, EditRows):
+            yield edit.operator, edit.operand
+        elif isinstance(edit, Restore):
+            yield from edit.arithmetic
 
 
-def _is_bounded_step(operator: str, operand: Operand) -> bool:
-    size = np.abs(operand)
+def _is_bounded(steps: Iterable[tuple[str, Operand]]) -> bool:
+    """Return whether steps keep finite logits in the range of float32, except those that they make -inf."""
+    largest = _MAX_LOGIT  # as if every step were for the same logit
+    for operator, operand in steps:
+        if operator in ("*", "/"):
+            factor = _largest_factor(operator, operand)
+            if not factor <= _MAX_FACTOR:  # also if it is NaN
+                return False
+            largest *= factor
+        else:
+            term = float(np.max(np.abs(np.where(np.isneginf(operand), 0.0, operand))))
+            if not term < MAX_EDITED:
+                return False
+            largest += term
+    return largest <= _MAX_FLOAT
+
+
+def _largest_factor(operator: str, operand: Operand) -> float:
+    """Return the largest factor of a multiplication or division, 1 or larger."""
+    sizes = np.abs(operand)
     if operator == "*":
-        return bool((size <= _MAX_FACTOR).all())
-    if operator == "/":
-        return bool((size >= 1 / _MAX_FACTOR).all())
-    return bool(((size < _MAX_TERM) | np.isneginf(operand)).all())
+        return float(np.max(sizes, initial=1.0))
+    smallest = float(np.min(sizes, initial=1.0))
+    return 1 / smallest if smallest > 0 else math.inf

@@ -257,10 +257,11 @@ def failed_before(reason: str, seconds: float) -> ProcessorLoadError:
 
     Args:
         reason: the message of the failure: one line, and perhaps a traceback.
-        seconds: time until it is tried again.
+        seconds: time until the next attempt is possible.
     """
     first_line, line_end, traceback = reason.partition("\n")
-    return ProcessorLoadError(f"{first_line} (as it was; it is tried again in {seconds:.0f} s){line_end}{traceback}")
+    state = f"(from an earlier attempt; the next one is possible in {seconds:.0f} s)"
+    return ProcessorLoadError(f"{first_line} {state}{line_end}{traceback}")
 
 
 class ProcessorExecutor(Protocol):

@@ -44,11 +44,6 @@ class Promise:
         """Return the tensor for the author's code, float32 [num_rows, vocab_size]."""
         return wrap(LogitsView(self._memory, range(self._source.num_rows), is_one=False))
 
-    @property
-    def was_read(self) -> bool:
-        """True if the logits were fetched."""
-        return self._source.was_read
-
     def conclude(self, result: object) -> object:
         """End the call.
 

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from logitship.sampler.edits.edit_operations import Operand
+from logitship.sampler.edits.edit_operations import MAX_STEPS, Operand
 
 from .promised_index import Cells, Mask, Rows, Selection
 from .promised_memory import Memory
@@ -332,7 +332,7 @@ class Values:
 
     def calculate(self, operator: str, operand: Any) -> bool:
         """Apply an operator to all elements, in place."""
-        if self.made is not None:
+        if self.made is not None or len(self._arithmetic) == MAX_STEPS:
             return False
         step = operand_of(operand, self.shape)
         if step is None or (isinstance(step, np.ndarray) and not self._cells.is_unique):

@@ -33,10 +33,10 @@ def edited(edit: Callable[[Row], None], before: torch.Tensor) -> list[float]:
     """Return a row after an edit: with real logits, and as edits without reading."""
     real = before.clone()
     edit(Row(real, 1, request()))
-    promise = Promise(Source(*before.shape, before.clone))
-    promised = promise.take()
+    source = Source(*before.shape, before.clone)
+    promised = Promise(source).take()
     edit(Row(promised, 1, request()))
-    assert not promise.was_read
+    assert not source.was_read
     assert torch.equal(real[0], before[0])
     return list(real[1].tolist())
 

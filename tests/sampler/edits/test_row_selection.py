@@ -104,6 +104,20 @@ def test_edits_that_may_overflow_are_not_judged(operator: str, number: float) ->
     assert finite_tokens(log.edits, VOCAB) is None
 
 
+@pytest.mark.parametrize(
+    "steps",
+    [[("*", 2.0)] * 130, [("/", 0.5)] * 130, [("+", 9e29)] + [("*", 2.0)] * 30, [("*", 2.0)] * 40 + [("+", 9e29)]],
+)
+def test_edits_are_judged_unless_they_overflow_together(steps: list[tuple[str, float]]) -> None:
+    log = EditLog(20, VOCAB)
+    for operator, number in steps:
+        log.edit_rows([0], operator, number)
+    assert not log.is_full
+    found = finite_tokens(select_rows(log.edits, [0], 20, VOCAB), VOCAB)
+    is_in_range = edited(log.edits, torch.full((20, VOCAB), 30.0))[0].isfinite().all()
+    assert (found is not None) == is_in_range
+
+
 def test_forced_token_in_one_of_two_rows() -> None:
     log = EditLog(2, VOCAB)
     log.fill([1], -math.inf)
