@@ -133,7 +133,6 @@ class Worker:
         self._recent = RecentCalls()
         self._vectors = VectorSender()
         self._dense_reason = ""
-        self._has_failed = False
         self._stopwatch = Stopwatch()
         self.receive_rows: Callable[[bytes], None] = _no_rows
         self._handlers: dict[int, Callable[[bytes], _Answer | None]] = {
@@ -223,12 +222,14 @@ class Worker:
         call = PromisedCall(group.logits, self._receive, self._recent)
         faults = self._retry.attempt(call, group.members)
         self._dense_reason = call.dense_reason
-        self._has_failed = faults is None
-        if faults is None and not call.is_received:
-            self._receive()
-            return self._retry_rows(b"")
-        if faults is None:
+        if faults is None and call.is_received:
             return Answer.AGAIN, b""
+        if faults is None:
+            self._receive()
+            faults = self._retried()
+            if not faults:
+                self._dense_reason = "it fails before its logits exist"
+            return _faults_answer(faults)
         if faults or call.is_received:
             return _faults_answer(faults)
         return self._edits_answer(call.edits) if call.edits is not None else self._dense_answer()
@@ -268,12 +269,13 @@ class Worker:
         return (Answer.AGAIN, b"") if faults is None else _faults_answer(faults)
 
     def _retry_rows(self, _: bytes) -> _Answer:
+        return _faults_answer(self._retried())
+
+    def _retried(self) -> _Faults:
+        """Call the processor row by row after a failed call."""
         faults = self._edit(self._retry.retry)
         assert faults is not None
-        if self._has_failed and not faults:
-            self._dense_reason = "it fails before its logits exist"
-        self._has_failed = False
-        return _faults_answer(faults)
+        return faults
 
     def _edit(self, attempt: Callable[[torch.Tensor, Sequence[SequenceState]], _Faults | None]) -> _Faults | None:
         """Call the processor on the rows that have a state, and add the faults of those whose fork failed.

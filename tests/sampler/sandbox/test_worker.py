@@ -143,6 +143,21 @@ def test_rows_of_a_failed_group_are_retried() -> None:
     assert logits[0, 0] == logits[2, 0] == 1
 
 
+@pytest.mark.parametrize(("first", "reason"), [("", "it fails before its logits exist"), ("logits.sum()", "")])
+def test_dense_only_if_it_failed_before_it_used_its_logits(first: str, reason: str) -> None:
+    worker, logits = loaded(f"{first}\nassert len(custom_param_list) == 1\nlogits += 1\nreturn logits")
+    worker.receive_rows = lambda body: None
+    for handle in range(2):
+        worker.handle(Command.ATTACH, attach(handle))
+    worker.handle(Command.GROUP, marshal.dumps((0, 1)))
+    answer = worker.handle(Command.PROMISE, marshal.dumps(([], [])))
+    if answer == (Answer.AGAIN, b""):
+        answer = worker.handle(Command.RETRY, b"")
+    assert answer == (Answer.DONE, b"")
+    assert logits[:, 0].tolist() == [1, 1, 0, 0]
+    assert worker._dense_reason == reason
+
+
 @pytest.mark.parametrize("num_rows", [2, 30, 600])
 def test_faults_fit_into_an_answer(num_rows: int) -> None:
     worker = Worker(torch.zeros(num_rows, VOCAB), MODEL, {})
