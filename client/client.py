@@ -54,7 +54,7 @@ T = TypeVar("T")
 class Client:
     """Client for logitship servers, stock SGLang, and vLLM with logitship's plugin.
 
-    Safe to share between threads. Every method may raise `TransportError` (no response) and `APIStatusError` (a
+    Safe to share between threads. Every method may raise `TransportError` (no usable response) and `APIStatusError` (a
     response with an error status); those that generate also `GenerationError` (accepted, then ended by an error). An
     invalid argument raises `TypeError` or `ValueError` before anything is sent.
 
@@ -66,7 +66,7 @@ class Client:
         timeout: seconds without a byte from the server, or an `httpx.Timeout`; None: no timeout.
         max_retries: maximum number of retries where a retry is safe: connection refused, server busy, and requests
             that change nothing. A generation whose connection broke is never sent again: it might run twice.
-        headers: additional headers of every request.
+        headers: additional headers of every request; `authorization` replaces that of `api_key`.
         transport: httpx transport, for proxies, certificates and tests.
         sleep: function that waits between attempts, in seconds.
     """

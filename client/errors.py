@@ -6,7 +6,7 @@ LogitshipError
 │   ├── ProcessorSerializationError   to_str(): something in the class cannot be serialized
 │   ├── ProcessorLoadError            the string is malformed, or its class cannot be rebuilt here
 │   └── ProcessorFault                the processor ran and broke its contract
-├── TransportError                    no response: connection refused, broken, timed out
+├── TransportError                    no usable response: connection refused, broken, timed out; no LLM server
 ├── APIStatusError                    response with an error status
 │   ├── BadRequestError               400, 422
 │   ├── AuthenticationError           401
@@ -46,6 +46,15 @@ def with_printed(text: str, printed: str) -> str:
 
 class LogitshipError(Exception):
     """Base class of all errors raised by logitship."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's would call the class with the message alone, but some classes also need keyword arguments.
+        return _without_init, (type(self), self.args), vars(self)
+
+
+def _without_init(cls: type[LogitshipError], args: tuple[Any, ...]) -> LogitshipError:
+    """Create a copy of an error, whose attributes are set afterwards."""
+    return cls.__new__(cls, *args)
 
 
 class ProcessorError(LogitshipError):
@@ -89,7 +98,7 @@ class ProcessorFault(ProcessorError):
 
 
 class TransportError(LogitshipError):
-    """The server did not respond: connection refused, broken, or timed out."""
+    """No usable response: connection refused, broken or timed out, or a response that no LLM server sends."""
 
 
 class APIStatusError(LogitshipError):

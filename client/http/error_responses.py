@@ -75,16 +75,31 @@ def parse_error_body(body: Any) -> ReportedError | None:
 def _from_fields(fields: Mapping[str, Any]) -> ReportedError:
     return ReportedError(
         str(fields.get("message") or "the server gave no reason"),
-        type=fields.get("type"),
-        param=fields.get("param"),
-        traceback=fields.get("traceback") or "",
+        type=_text(fields.get("type")),
+        param=_text(fields.get("param")),
+        traceback=_text(fields.get("traceback")) or "",
     ).with_parts()
+
+
+def _text(value: Any) -> str | None:
+    """Return a field as text, since proxies answer in formats of their own."""
+    return None if value is None else str(value)
 
 
 def _from_detail(detail: Any) -> ReportedError:
     """Read FastAPI's `detail`: a message, or pydantic's list of errors with their locations."""
     if not isinstance(detail, list):
         return ReportedError(str(detail))
-    errors = [(".".join(str(part) for part in entry.get("loc", ())), entry.get("msg", "")) for entry in detail]
-    param = errors[0][0].removeprefix("body.") if errors else None
-    return ReportedError("; ".join(f"{location}: {message}" for location, message in errors), param=param)
+    errors = [_located(entry) for entry in detail]
+    param = errors[0][0].removeprefix("body.") if errors else ""
+    messages = [f"{location}: {message}" if location else message for location, message in errors]
+    return ReportedError("; ".join(messages), param=param or None)
+
+
+def _located(entry: Any) -> tuple[str, str]:
+    """Return the location and the message of an error in `detail`."""
+    if not isinstance(entry, dict):
+        return "", str(entry)
+    location = entry.get("loc")
+    parts = location if isinstance(location, list) else [] if location is None else [location]
+    return ".".join(map(str, parts)), str(entry.get("msg", ""))

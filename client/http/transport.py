@@ -33,10 +33,11 @@ def check_base_url(base_url: str) -> str:
     return base_url
 
 
-def client_headers(api_key: str | None, headers: Mapping[str, str] | None) -> dict[str, str]:
-    """Return the headers of every request."""
-    authorization = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-    return {**authorization, **(headers or {})}
+def client_headers(api_key: str | None, headers: Mapping[str, str] | None) -> httpx.Headers:
+    """Return the headers of every request. Those of the caller replace the client's, whatever their case."""
+    merged = httpx.Headers({} if api_key is None else {"authorization": f"Bearer {api_key}"})
+    merged.update(headers)
+    return merged
 
 
 def http_request(http: httpx.Client | httpx.AsyncClient, request: HttpRequest) -> httpx.Request:

@@ -449,6 +449,14 @@ def test_api_key_and_headers_are_sent() -> None:
     assert server.requests[0].url.path == "/prefix/generate"
 
 
+def test_authorization_header_replaces_the_api_key() -> None:
+    server = FakeServer(ok(ANSWER))
+    headers = {"Authorization": "Bearer mine"}
+    client = Client(dialect="logitship", api_key="k", headers=headers, transport=httpx.MockTransport(server))
+    client.generate("Hi")
+    assert server.requests[0].headers.get_list("authorization") == ["Bearer mine"]
+
+
 @pytest.mark.parametrize("base_url", ["127.0.0.1:30000", "ftp://server", "http://", "", "http://server:port"])
 @pytest.mark.parametrize("kind", [Client, AsyncClient])
 def test_invalid_base_url(kind: type[Client] | type[AsyncClient], base_url: str) -> None:
