@@ -19,6 +19,8 @@ from .request_options import ChatOptions, CompletionOptions, GenerateOptions, SG
 
 _PROCESSOR_FIELDS = ("processor", "logits_processors")
 """May contain classes, which are converted to JSON when the body is finished."""
+_MIN_INTEGER, _MAX_INTEGER = -(1 << 63), (1 << 64) - 1
+"""The integers that orjson encodes."""
 _SGLANG_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 _OPENAI_NAMES = {name: other for other, name in _SGLANG_NAMES.items()}
 
@@ -124,7 +126,8 @@ def chat(messages: Any, n: int | None, options: ChatOptions, *, stream: bool) ->
         if not isinstance(message, Mapping) or "role" not in message:
             raise TypeError(f"messages[{i}]: expected a dict with 'role' and 'content'")
     fields = _renamed(_checked(options, ChatOptions.__optional_keys__), _OPENAI_NAMES)
-    return _openai("/v1/chat/completions", {"messages": list(messages)}, n, fields, None, stream)
+    body = {"messages": _json_form("messages", list(messages))}
+    return _openai("/v1/chat/completions", body, n, fields, None, stream)
 
 
 @dataclass(frozen=True)
@@ -208,11 +211,12 @@ def check_prompt(prompt: Any) -> int | None:
 
     Raises:
         TypeError: it is neither text, token ids, nor a list of one of them.
-        ValueError: it is empty.
+        ValueError: it is empty, or cannot be encoded.
     """
     if isinstance(prompt, str):
         if not prompt:
             raise ValueError("prompt: the text is empty")
+        _json_text("prompt", prompt)
         return None
     if not isinstance(prompt, list | tuple):
         raise TypeError(f"prompt: expected text, token ids, or a list of one of them, not {type(prompt).__name__}")
@@ -226,7 +230,9 @@ def check_prompt(prompt: Any) -> int | None:
             raise TypeError(f"prompt[{i}]: all prompts of a batch are texts, or all are lists of token ids")
         if not one:
             raise ValueError(f"prompt[{i}]: the prompt is empty")
-        if not isinstance(one, str):
+        if isinstance(one, str):
+            _json_text(f"prompt[{i}]", one)
+        else:
             _check_token_ids(f"prompt[{i}]", one)
     return len(prompt)
 
@@ -254,10 +260,12 @@ def _check_token_ids(name: str, token_ids: Sequence[Any]) -> None:
             raise TypeError(f"{name}[{i}]: expected a token id, not {type(token_id).__name__}")
         if token_id < 0:
             raise ValueError(f"{name}[{i}]: a token id cannot be negative: {token_id}")
+        if token_id > _MAX_INTEGER:
+            raise ValueError(f"{name}[{i}]: an integer of more than 64 bits cannot be sent")
 
 
 def _checked(options: Any, known: Collection[str]) -> dict[str, Any]:
-    """Return `options` without those that are None; check that all are known and have a JSON form."""
+    """Return `options` without those that are None, in their JSON forms; check that all are known."""
     fields = {}
     for name, value in options.items():
         if name not in known:
@@ -266,9 +274,9 @@ def _checked(options: Any, known: Collection[str]) -> dict[str, Any]:
             raise TypeError(f"unknown argument {name!r}: {hint}")
         if value is None:
             continue
-        fields[name] = _string_keys(name, value) if name == "logit_bias" else value
-        if name not in _PROCESSOR_FIELDS:
-            _check_json(name, fields[name])
+        if name == "logit_bias":
+            value = _string_keys(name, value)
+        fields[name] = value if name in _PROCESSOR_FIELDS else _json_form(name, value)
     return fields
 
 
@@ -294,23 +302,41 @@ def _string_keys(name: str, value: Any) -> dict[str, Any]:
     return {str(key): entry for key, entry in value.items()}
 
 
-def _check_json(path: str, value: Any) -> None:
-    """Refuse values that JSON lacks or would silently change (infinity becomes null, a key 5 becomes "5")."""
-    if value is None or isinstance(value, str | int):
-        return
+def _json_form(path: str, value: Any) -> Any:
+    """Return a value in the types that orjson encodes: NumPy's float64 becomes a float, any mapping a dict.
+
+    Refuses values that JSON lacks or would silently change (infinity becomes null, a key 5 becomes "5").
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _json_text(path, value)
+    if isinstance(value, int):
+        if not _MIN_INTEGER <= value <= _MAX_INTEGER:
+            raise ValueError(f"{path}: an integer of more than 64 bits cannot be sent")
+        return value
     if isinstance(value, float):
         if not math.isfinite(value):
             raise ValueError(f"{path}: {value} has no JSON form")
-    elif isinstance(value, Mapping):
-        for key, entry in value.items():
+        return float(value)
+    if isinstance(value, Mapping):
+        for key in value:
             if not isinstance(key, str):
                 raise TypeError(f"{path}: the keys of a JSON object are strings, not {type(key).__name__} ({key!r})")
-            _check_json(f"{path}[{key!r}]", entry)
-    elif isinstance(value, list | tuple):
-        for i, entry in enumerate(value):
-            _check_json(f"{path}[{i}]", entry)
-    else:
-        raise TypeError(f"{path}: {type(value).__name__} has no JSON form; send numbers, texts, lists and dicts")
+        return {_json_text(path, key): _json_form(f"{path}[{key!r}]", entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_json_form(f"{path}[{i}]", entry) for i, entry in enumerate(value)]
+    raise TypeError(f"{path}: {type(value).__name__} has no JSON form; send numbers, texts, lists and dicts")
+
+
+def _json_text(path: str, text: str) -> str:
+    """Return a text as a plain string: orjson takes no keys of another class."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        unpaired = text[error.start]
+        raise ValueError(f"{path}: the unpaired surrogate {unpaired!r} at {error.start} has no JSON form") from None
+    return str.__str__(text)
 
 
 def _one_per_prompt(name: str, values: Sequence[Any], batch_size: int | None) -> Sequence[Any]:
@@ -403,10 +429,8 @@ def _entry(entry: Any, name: str, to_string: ProcessorStrings) -> Any:
                 f"{name}: expected a dict with 'processor' and 'params', one with 'qualname', 'args' and 'kwargs', or "
                 "a qualified name"
             )
-        _check_json(name, entry)
-        return entry
+        return _json_form(name, entry)
     sent = {**entry, "processor": to_string(entry["processor"], f"{name}['processor']")}
     if entry.get("params") is not None:
         sent["params"] = _check_params(f"{name}['params']", entry["params"])
-    _check_json(name, sent)
-    return sent
+    return _json_form(name, sent)

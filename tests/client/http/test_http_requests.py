@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any, ClassVar, cast
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any, ClassVar, NamedTuple, cast
 
+import numpy as np
 import orjson
 import pytest
 
 from logitship.client.http import http_requests as requests
 from logitship.client.http.http_requests import HttpRequest
 from logitship.client.http.request_options import ChatOptions, CompletionOptions, GenerateOptions
+from logitship.client.http.vllm_requests import translate_for_vllm
 from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
 
 DIGEST = "sha256:" + "0" * 64
@@ -175,6 +179,12 @@ def test_instance_with_attributes_is_refused() -> None:
         ("Hi", {"params": {"a": [1.0, float("-inf")]}}, ValueError, r"params\['a'\]\[1\]: -inf has no JSON form"),
         ("Hi", {"params": {5: 1}}, TypeError, "params: the keys of a JSON object are strings, not int"),
         ("Hi", {"params": {"a": {1, 2}}}, TypeError, r"params\['a'\]: set has no JSON form"),
+        ("Hi", {"params": {"a": 1 << 64}}, ValueError, r"params\['a'\]: an integer of more than 64 bits"),
+        ("Hi", {"params": {"\ud800": 1}}, ValueError, r"params: the unpaired surrogate '\\ud800' at 0 has no"),
+        ("Hi", {"stop": ["a\udfff"]}, ValueError, r"stop\[0\]: the unpaired surrogate '\\udfff' at 1 has no"),
+        ("a\ud800", {}, ValueError, "prompt: the unpaired surrogate"),
+        (["a", "\ud800"], {}, ValueError, r"prompt\[1\]: the unpaired surrogate"),
+        ([1, 1 << 64], {}, ValueError, r"prompt\[1\]: an integer of more than 64 bits cannot be sent"),
         ("Hi", {"params": {"__req__": 1}}, ValueError, "params: the key '__req__' is reserved"),
         ("Hi", {"params": 5}, TypeError, "params: expected a dict, not int"),
         ("Hi", {"params": [{}]}, ValueError, "params: a list needs a list of prompts"),
@@ -238,11 +248,39 @@ def test_chat() -> None:
         ([], ValueError, "messages: the list is empty"),
         ([{"content": "Hi"}], TypeError, r"messages\[0\]: expected a dict with 'role'"),
         (["Hi"], TypeError, r"messages\[0\]: expected a dict with 'role'"),
+        ([{"role": "user", "x": float("nan")}], ValueError, r"messages\[0\]\['x'\]: nan has no JSON form"),
+        ([{"role": "user", "content": "\ud800"}], ValueError, r"messages\[0\]\['content'\]: the unpaired surrogate"),
     ],
 )
 def test_malformed_messages(messages: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         requests.chat(messages, None, ChatOptions(), stream=False)
+
+
+class Word(str):
+    """A string of another class."""
+
+
+class Pair(NamedTuple):
+    first: int
+    second: str
+
+
+VALUES = {"float64": np.float64(0.5), "pair": Pair(1, "é"), "mapping": MappingProxyType({Word("a"): (Word("b"), True)})}
+VALUES_IN_JSON = '{"float64":0.5,"pair":[1,"é"],"mapping":{"a":["b",true]}}'
+
+
+@pytest.mark.parametrize("translate", [lambda request: request, translate_for_vllm])
+def test_values_that_are_converted_to_json(translate: Callable[[HttpRequest], HttpRequest]) -> None:
+    several = [{"processor": Shipped, "params": VALUES}]
+    requests_with_values = [
+        requests.generate("Hi", None, GenerateOptions(params=VALUES), stream=False),
+        requests.generate("Hi", None, GenerateOptions(logits_processors=several), stream=False),
+        requests.chat([MappingProxyType({"role": "user", "x": VALUES})], None, ChatOptions(), stream=False),
+    ]
+    for request in requests_with_values:
+        content = (translate(request).content or b"").decode()
+        assert VALUES_IN_JSON in content.replace("\\", "")  # vLLM's is JSON in JSON
 
 
 def test_openai_params_must_be_one_dict() -> None:
