@@ -133,8 +133,10 @@ def _multiple_of(_: SchemaRun, divisor: Any, value: Any, path: str) -> Problem |
     if not _is_number(value):
         return None
     try:
-        quotient = value / divisor
-        matches = value % divisor == 0 or quotient == int(quotient)
+        matches = value % divisor == 0
+        if not matches and not (isinstance(value, int) and isinstance(divisor, int)):
+            quotient = value / divisor  # 1.1 % 0.1 is not 0
+            matches = quotient == int(quotient)
     except (OverflowError, ValueError):
         matches = False
     return None if matches else Problem(path, f"a multiple of {_shown(divisor)}", value)

@@ -17,18 +17,24 @@ def signature_mistake(cls: type) -> str:
     """Return what is wrong with the signature of a processor's `__call__`; "" if it can be called."""
     try:
         signature = signature_of(cls.__call__)
+        has_self = not isinstance(inspect.getattr_static(cls, "__call__"), staticmethod | classmethod)
     # A class can define `__call__` as anything, and its metaclass too.
     except Exception:  # noqa: BLE001  # boundary: author code
         return ""
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [name for name, each in signature.parameters.items() if each.kind in positional][1:]
-    shown = f"({', '.join(names)})"
+    names = [name for name, each in signature.parameters.items() if each.kind in positional][has_self:]
+    required = [
+        name
+        for name, each in signature.parameters.items()
+        if each.kind is inspect.Parameter.KEYWORD_ONLY and each.default is inspect.Parameter.empty
+    ]
+    shown = f"({', '.join([*names, *(['*', *required] if required else [])])})"
     if names[:2] == ["input_ids", "scores"]:
         return f"its __call__ takes {shown}, as Hugging Face's: {_EXPECTED}. {_OR_HUGGING_FACE}"
     if "logits" in names[1:] and names[0] != "logits":
         return f"its __call__ takes {shown}, as vLLM's, with the logits last: {_EXPECTED}"
     try:
-        signature.bind(None, None, None)
+        signature.bind(*[None] * (2 + has_self))
     except TypeError:
         return f"its __call__ takes {shown}: {_EXPECTED}"
     return ""

@@ -64,6 +64,9 @@ class ShippedNames:
         level: int = 0,
     ) -> Any:
         """Implement `__import__` for shipped code."""
+        submodules = {} if level else {wanted: self.find_module(f"{name}.{wanted}") for wanted in fromlist or ()}
+        if submodules and None not in submodules.values():
+            return _module(name, submodules)
         if level or name not in self._modules:
             return builtins.__import__(name, globals, locals, fromlist or (), level)
         if name in _OUR_MODULES:

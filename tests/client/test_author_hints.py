@@ -49,6 +49,23 @@ class Correct(CustomLogitProcessor):
         return scores
 
 
+class Static(CustomLogitProcessor):
+    @staticmethod
+    def __call__(logits: Any, custom_param_list: Any) -> Any:  # type: ignore[override]
+        return logits
+
+
+class OfTheClass(CustomLogitProcessor):
+    @classmethod
+    def __call__(cls, logits: Any, custom_param_list: Any) -> Any:  # type: ignore[override]
+        return logits
+
+
+class NeedsKeyword(CustomLogitProcessor):
+    def __call__(self, logits: Any, custom_param_list: Any, *, bias: Any, scale: Any = 1) -> Any:  # type: ignore[override]
+        return logits
+
+
 MISTAKES = [
     (HuggingFaces, f"its __call__ takes (input_ids, scores), as Hugging Face's: {EXPECTED}. {OR_HUGGING_FACE}"),
     (
@@ -56,6 +73,7 @@ MISTAKES = [
         "its __call__ takes (prompt_token_ids, output_token_ids, logits), as vLLM's, with the logits last: " + EXPECTED,
     ),
     (VllmsWithoutPrompt, f"its __call__ takes (token_ids, logits), as vLLM's, with the logits last: {EXPECTED}"),
+    (NeedsKeyword, f"its __call__ takes (logits, custom_param_list, *, bias): {EXPECTED}"),
     (LogitsOnly, f"its __call__ takes (logits): {EXPECTED}"),
 ]
 
@@ -79,7 +97,7 @@ def test_signatures_of_other_libraries_are_refused_at_load() -> None:
 
 
 def test_correct_signature() -> None:
-    assert signature_mistake(Correct) == ""
+    assert [signature_mistake(cls) for cls in (Correct, Static, OfTheClass)] == ["", "", ""]
 
 
 def test_path_that_the_author_wrote_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -90,6 +90,13 @@ def test_verdicts_are_those_of_jsonschema(schema: dict[str, Any], values: list[A
             "params.a: expected an integer or null, got a list of 1",
         ),
         ({"properties": {"a": {"items": {"minimum": 3}}}}, {"a": [3, 2]}, "params.a[1]: expected 3 or more, got 2"),
+        (
+            {"properties": {"a": {"multipleOf": 2}}},
+            {"a": (1 << 53) + 1},
+            "params.a: expected a multiple of 2, got 9007199254740993",
+        ),
+        ({"properties": {"a": {"multipleOf": 3}}}, {"a": 3 * 10**400}, ""),
+        ({"properties": {"a": {"multipleOf": 0.1}}}, {"a": 1.1}, ""),
         ({"properties": {"a": {"enum": ["x", "y"]}}}, {"a": True}, "params.a: expected one of 'x', 'y', got true"),
         ({"properties": {"a": {"const": 1}}}, {"a": None}, "params.a: expected 1, got null"),
         (

@@ -169,7 +169,8 @@ def _bound_names(statement: ast.stmt) -> set[str]:
         case ast.Import() | ast.ImportFrom():
             return {alias.asname or alias.name.partition(".")[0] for alias in statement.names}
         case ast.Assign():
-            return {node.id for target in statement.targets for node in ast.walk(target) if isinstance(node, ast.Name)}
+            nodes = [node for target in statement.targets for node in ast.walk(target)]
+            return {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
         case ast.AnnAssign(target=ast.Name(id=name)) | ast.AugAssign(target=ast.Name(id=name)):
             return {name}
     return set()

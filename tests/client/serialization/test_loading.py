@@ -259,6 +259,7 @@ class Ban(CustomLogitProcessor):
         "import logitship; CustomLogitProcessor = logitship.CustomLogitProcessor",
         "from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor",
         "from sglang.srt.sampling.custom_logit_processor import *",
+        "from sglang.srt.sampling import custom_logit_processor as m; CustomLogitProcessor = m.CustomLogitProcessor",
         "import sglang.srt.sampling.custom_logit_processor as m; CustomLogitProcessor = m.CustomLogitProcessor",
         "import sglang.srt.sampling.custom_logit_processor\n"
         "CustomLogitProcessor = sglang.srt.sampling.custom_logit_processor.CustomLogitProcessor",

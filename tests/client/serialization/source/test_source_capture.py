@@ -46,6 +46,24 @@ def test_imported_names_are_kept(results: Any) -> None:
     assert "FACTOR = SCALE\n" in string.source.source
 
 
+class Score:
+    """A class of the author."""
+
+
+score, names = Score(), {}
+names[score] = "a"
+
+
+def test_statement_that_only_reads_a_name_does_not_bind_it() -> None:
+    class Scored(CustomLogitProcessor):
+        def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+            return logits if isinstance(score, Score) else -logits
+
+    source, _ = capture_source(Scored)
+    assert source is not None
+    assert "score, names = Score(), {}" in source.source
+
+
 limit = 1.0
 
 
