@@ -172,7 +172,7 @@ def _xargs(body: dict[str, Any]) -> dict[str, Any]:
 def _check_shared(body: Mapping[str, Any], processor: Any, several: Any) -> None:
     """Refuse lists with one entry per prompt: on vLLM the prompts of a request share everything else."""
     prompt = body.get("prompt")
-    is_batch = isinstance(prompt, list | tuple) and not isinstance(prompt[0], int)
+    is_batch = isinstance(prompt, list | tuple) and bool(prompt) and not isinstance(prompt[0], int)
     lists = {"processor": isinstance(processor, list), "logits_processors": _has_lists(several)}
     for name, has_lists in lists.items():
         if is_batch and has_lists:

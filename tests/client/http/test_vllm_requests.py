@@ -150,6 +150,10 @@ def test_beam_search_without_processor() -> None:
     assert translate_for_vllm(completions(extra_body={"use_beam_search": True})).json["use_beam_search"]
 
 
+def test_empty_list_of_prompts_is_left_to_the_server() -> None:
+    assert translate_for_vllm(completions(extra_body={"prompt": []})).json["prompt"] == []
+
+
 def test_one_processor_for_batch() -> None:
     assert xargs_of(completions(["a", "b"], processor=SHIPPED)) == {"custom_logit_processor": SHIPPED}
 
