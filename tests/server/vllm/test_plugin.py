@@ -69,6 +69,7 @@ class InputBatch:
 class CachedRequestState:
     """Fake of vLLM's record of a request."""
 
+    req_id = ""
     num_computed_tokens = 0
     num_tokens = 0
 
