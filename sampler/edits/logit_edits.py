@@ -36,8 +36,6 @@ _MAX_JOINED = 4096
 
 AnyPositions: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 """Positions as an author's code has them: integers [n]."""
-AnyOperand: TypeAlias = Operand | torch.Tensor
-"""A number, or float32 [n]."""
 
 
 class RecentVectors:
@@ -62,7 +60,8 @@ class RecentVectors:
 class EditLog:
     """Records edits of float32 [num_rows, vocab_size] logits, in order.
 
-    It copies what it is given, because its owner may change it, and shares only uint32 positions. It checks nothing.
+    It copies positions and vectors, because their owner may change them. It shares uint32 positions and the operands of
+    single elements, which belong to it from then on. It checks nothing.
 
     Args:
         num_rows: rows of the call.
@@ -113,9 +112,9 @@ class EditLog:
         """True if the log is too long to be sent."""
         return len(self.edits) + self._num_steps > self._most_edits or self._num_touched > self._most_touched
 
-    def put(self, positions: AnyPositions, value: AnyOperand) -> None:
+    def put(self, positions: AnyPositions, value: Operand) -> None:
         """Put one value, or float32 [positions], at positions, int64 [n]."""
-        put = Put(_positions(positions), _operand(value))
+        put = Put(_positions(positions), value)
         last = self.edits[-1] if self.edits else None
         if type(last) is Put and len(last.positions) < _MAX_JOINED and same_number(last.values, put.values):
             # A processor often forbids tokens one by one.
@@ -141,17 +140,17 @@ class EditLog:
         self,
         positions: AnyPositions,
         register: int,
-        arithmetic: Sequence[tuple[str, AnyOperand]] = (),
+        arithmetic: Sequence[tuple[str, Operand]] = (),
     ) -> None:
         """Put the values of a register at positions after some arithmetic, see `OPERATORS`.
 
         Operands are numbers or float32 [positions].
         """
-        steps = tuple((operator, _operand(operand)) for operator, operand in arithmetic)
+        steps = tuple(arithmetic)
         self._num_steps += len(steps)
         self._add(Restore(_positions(positions), register, steps), len(positions) * (1 + len(steps)))
 
-    def edit_rows(self, rows: Sequence[int], operator: str, operand: AnyOperand) -> None:
+    def edit_rows(self, rows: Sequence[int], operator: str, operand: float | torch.Tensor) -> None:
         """Apply an operator to whole rows; the operand is a number or float32 [vocab]."""
         own = self.vectors.copy_of(operand.detach().numpy()) if isinstance(operand, torch.Tensor) else operand
         self._add(EditRows(_positions(rows), operator, own), len(rows) * self.vocab_size)
@@ -191,9 +190,3 @@ def _positions(numbers: AnyPositions) -> Positions:
         positions: Positions = numbers.numpy().astype(_DTYPE)
         return positions
     return np.array(numbers, _DTYPE)
-
-
-def _operand(value: AnyOperand) -> Operand:
-    if isinstance(value, torch.Tensor):
-        return value.detach().numpy().copy()
-    return value

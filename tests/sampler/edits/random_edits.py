@@ -32,11 +32,13 @@ def logs_by_row(draw: st.DrawFn, rows: int) -> EditLog:
 
     steps: list[Callable[[int], object]] = [
         lambda row: log.put(positions(row), numbers[row % 2]),
-        lambda row: log.put(torch.tensor(positions(row)), vector[:2] + row),
+        lambda row: log.put(torch.tensor(positions(row)), (vector[:2] + row).numpy()),
         lambda row: log.fill([row], numbers[row % 2]),
         lambda row: registers.update({row: log.save(positions(row))}),
         lambda row: row in registers and log.restore(positions(row), registers[row]),
-        lambda row: row in registers and log.restore(positions(row), registers[row], [(operator, vector[:2] * row)]),
+        lambda row: (
+            row in registers and log.restore(positions(row), registers[row], [(operator, (vector[:2] * row).numpy())])
+        ),
         lambda row: (
             row in registers and log.restore(positions(row)[::-1], registers[row], [(operator, numbers[row % 2])])
         ),
@@ -69,7 +71,7 @@ def logs(draw: st.DrawFn, rows: int) -> EditLog:
         unique = draw(st.lists(st.integers(0, rows * VOCAB - 1), min_size=count, max_size=count, unique=True))
         chosen = sorted(draw(st.sets(st.integers(0, rows - 1), min_size=1)))
         generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
-        values = torch.randn(count, generator=generator)
+        values = torch.randn(count, generator=generator).numpy()
         vector = torch.randn(VOCAB, generator=generator)
         number = draw(NUMBERS)
         operator = draw(st.sampled_from(OPERATORS))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -56,7 +57,7 @@ def test_registers_restored_in_another_order() -> None:
     registers = [log.save([row * VOCAB + 1, row * VOCAB + 2]) for row in range(4)]
     log.fill(range(4), -math.inf)
     for row in (2, 0, 3, 1):
-        log.restore([row * VOCAB + 1, row * VOCAB + 2], registers[row], [("+", torch.tensor([row, 0.5]))])
+        log.restore([row * VOCAB + 1, row * VOCAB + 2], registers[row], [("+", np.array([row, 0.5], np.float32))])
     assert sent(log) == ["Save", "Fill", "Restore"]
 
 
