@@ -12,8 +12,8 @@ import numpy.typing as npt
 import torch
 
 from logitship.sampler.allowed_tokens import MAX_EDITED, AllowedTokens
-from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.batch_processors.logits_processors import BatchRows, rows_of_drafts
 from logitship.sampler.device_tensor import ToDevice, TokenPositions, copies_to, token_positions
 from logitship.sampler.ops.rows import row_parts
 from logitship.sampler.sampling_params import SamplingParams

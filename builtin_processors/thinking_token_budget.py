@@ -24,9 +24,8 @@ import torch
 from logitship.builtin_processors.parts.state_history import StateHistory
 from logitship.builtin_processors.parts.token_sequence import TokenSequence
 from logitship.sampler.allowed_tokens import AllowedTokens
-from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate
-from logitship.sampler.batch_processors.logits_processors import ForcingLogitsProcessor
+from logitship.sampler.batch_processors.logits_processors import BatchRows, ForcingLogitsProcessor, rows_of_drafts
 from logitship.sampler.device_tensor import TokenPositions, copies_to
 from logitship.sampler.sampling_params import SamplingParams
 

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from logitship.sampler.allowed_tokens import AllowedTokens, Words, mask_of
-from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate
+from logitship.sampler.batch_processors.logits_processors import BatchRows
 from logitship.sampler.ops.rows import BadWords, forbidden_tokens
 from logitship.sampler.ops.sample_tokens import UniformNumbers
 from logitship.sampler.sampling_params import LogprobsMode, SamplingParams

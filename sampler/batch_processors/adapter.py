@@ -14,8 +14,8 @@ from logitship.sampler.author_code.calls import call, edit, exception_fault, non
 from logitship.sampler.author_code.request_callable import BoundCallable, RequestLogitsProcessor, bind
 from logitship.sampler.sampling_params import SamplingParams
 
-from .batch_rows import BatchRows, rows_of_drafts
 from .interface import BatchUpdate, LogitsProcessor
+from .logits_processors import BatchRows, rows_of_drafts
 
 __all__ = ["AdapterLogitsProcessor", "CallablesAdapter", "RequestLogitsProcessor"]
 

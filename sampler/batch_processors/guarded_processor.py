@@ -10,9 +10,8 @@ import torch
 from logitship.client.errors import LogitshipError
 from logitship.sampler.sampling_params import SamplingParams
 
-from .batch_rows import BatchRows
 from .interface import BatchUpdate, LogitsProcessor
-from .logits_processors import apply_to, take_faults
+from .logits_processors import BatchRows, apply_to, take_faults
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,8 @@ import torch
 
 from logitship.sampler.sampling_params import SamplingParams
 
-from .batch_rows import BatchRows
 from .interface import BatchUpdate
-from .logits_processors import PenalizedLogitsProcessor
+from .logits_processors import BatchRows, PenalizedLogitsProcessor
 from .slot_interface import LogitsContext, LogitsProcRequestState, SlotLogitsProcessor
 from .slot_tensors import SlotTensor
 

@@ -40,6 +40,8 @@ import numpy.typing as npt
 from .edit_combination import combine_edits
 from .edit_operations import (
     FEW,
+    MAX_EDITS,
+    MAX_EDITS_PER_ROW,
     MAX_TOUCHED,
     OPERATORS,
     Edit,
@@ -54,7 +56,6 @@ from .edit_operations import (
     PutRows,
     Restore,
     Save,
-    most_edits,
     same_bits,
 )
 from .logit_edits import NUM_RECENT_VECTORS, EditLog
@@ -217,7 +218,7 @@ class _Decoder:
         self._vocab_size = vocab_size
         self._vectors = vectors
         self._registers: list[int] = []
-        self._edits_left = most_edits(num_rows)
+        self._edits_left = MAX_EDITS + MAX_EDITS_PER_ROW * num_rows
         self._touches_left = MAX_TOUCHED * num_rows * vocab_size
 
     def edits(self) -> GroupEdits:

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from .edit_operations import Edit, EditRows, Fill, GroupEdits, Operand, Put, PutRows, Restore, Save, edit_layers
+from .edit_operations import Edit, EditRows, Fill, GroupEdits, Operand, Put, PutRows, Restore, Save
+from .merged_edits import edit_layers
 
 _MIN_EDITS = 4
 """Logs with fewer edits are left as they are."""

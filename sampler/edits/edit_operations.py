@@ -8,7 +8,7 @@ that are independent of each other form layers, so that few operations can apply
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import copysign, isfinite
+from math import copysign
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -123,61 +123,8 @@ class PutMask(NamedTuple):
 Edit: TypeAlias = Put | Fill | Save | Restore | EditRows | PutRows | PutMask
 
 
-def most_edits(num_rows: int) -> int:
-    """Return the maximum number of edits of a log, steps of arithmetic included."""
-    return MAX_EDITS + MAX_EDITS_PER_ROW * num_rows
-
-
 GroupEdits: TypeAlias = Sequence[Edit]
 """The edits of one call, in order."""
-
-
-def may_forbid_most(edits: GroupEdits, vocab_size: int) -> bool:
-    """Return whether edits probably set all but a few logits of a row to -inf. A cheap heuristic."""
-    return any(
-        (isinstance(edit, Fill | PutMask) and edit.value == -np.inf)
-        or isinstance(edit, PutRows)
-        or (isinstance(edit, EditRows) and (isinstance(edit.operand, np.ndarray) or not isfinite(edit.operand)))
-        or (isinstance(edit, Put) and len(edit.positions) >= vocab_size - 1)
-        for edit in edits
-    )
-
-
-LayerPart: TypeAlias = tuple[int, Sequence[int], Edit]
-"""Number of the call, its rows in the batch, and an edit."""
-
-
-def edit_layers(groups: Sequence[tuple[Sequence[int], GroupEdits]], vocab_size: int) -> list[list[LayerPart]]:
-    """Arrange the edits of several calls, which have no row in common, in layers of one kind.
-
-    Each edit goes into the first layer of its kind after all earlier edits of its rows. So no two edits of a layer have
-    a row in common, and the layers one after the other give what the edits in their own order give.
-
-    Args:
-        groups: for each call, the rows of the batch that are its rows 0, 1, …; and its edits.
-        vocab_size: width of the logits.
-    """
-    layers: list[list[LayerPart]] = []
-    kinds: list[type] = []
-    for number, (rows, edits) in enumerate(groups):
-        free = [0] * len(rows)  # for each row of the call, the first layer after its last edit
-        saved: dict[int, int] = {}  # for each register, the first layer that may use it
-        for edit in edits:
-            touched = edit.touched(vocab_size) if len(edits) > 1 and len(rows) > 1 else slice(0, 1)
-            at = max(free[touched])
-            kind = type(edit)
-            if isinstance(edit, Restore):
-                at = max(at, saved[edit.register])  # the values may be those of other rows
-            while at < len(layers) and kinds[at] is not kind:
-                at += 1
-            if at == len(layers):
-                layers.append([])
-                kinds.append(kind)
-            layers[at].append((number, rows, edit))
-            free[touched] = [at + 1] * len(free[touched])
-            if isinstance(edit, Save):
-                saved[edit.register] = at + 1
-    return layers
 
 
 def same_bits(one: Floats, other: Floats) -> bool:

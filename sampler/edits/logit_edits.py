@@ -11,6 +11,8 @@ import numpy.typing as npt
 import torch
 
 from .edit_operations import (
+    MAX_EDITS,
+    MAX_EDITS_PER_ROW,
     MAX_TOUCHED,
     Edit,
     EditRows,
@@ -23,7 +25,6 @@ from .edit_operations import (
     PutRows,
     Restore,
     Save,
-    most_edits,
     same_bits,
     same_number,
 )
@@ -91,7 +92,7 @@ class EditLog:
         self._num_registers = 0
         self._num_steps = 0
         self._num_touched = 0
-        self._most_edits = most_edits(num_rows)
+        self._most_edits = MAX_EDITS + MAX_EDITS_PER_ROW * num_rows
         self._most_touched = MAX_TOUCHED * num_rows * vocab_size
         self.vectors = vectors or RecentVectors()
 

@@ -16,10 +16,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
+import numpy as np
 import torch
 
 from logitship.sampler.allowed_tokens import AllowedTokens, mask_of
-from logitship.sampler.edits.edit_operations import GroupEdits, may_forbid_most
+from logitship.sampler.edits.edit_operations import EditRows, Fill, GroupEdits, Put, PutMask, PutRows
 from logitship.sampler.edits.row_selection import finite_tokens, is_row_wise, select_rows
 
 from .deferred_calls import DeferredCalls
@@ -29,7 +30,8 @@ from .processor_groups import GroupRow, GroupStage, ProcessorGroup, ProcessorUse
 MAX_WAIT = 0.01
 """Most seconds of a step to wait for calls before the forward pass, while several sequences run."""
 MAX_PAUSE = 64
-"""Most calls of a processor that are not waited for, after one that forced no token."""
+"""Most calls of a processor that have their logits from the beginning after one that used promised ones, and that are
+not waited for after one that forced no token."""
 _MAX_KNOWN = 1024
 """Processors that are known to force tokens. Most of them are never called again."""
 
@@ -37,24 +39,53 @@ CallKey: TypeAlias = tuple[ProcessorUse, int]
 """A row's use of a processor, and the length of its output at the call."""
 
 
-class _Pause:
-    """Decides which calls of a processor that may force tokens are waited for before the forward pass.
+class CallPause:
+    """The number of calls of a processor for which something is not tried, after a try that failed.
 
-    After each that forces none, more calls are left out, up to `MAX_PAUSE`.
+    Doubles with each failure in a row, from 1 to `MAX_PAUSE`.
     """
 
     def __init__(self) -> None:
-        self._pause = self._left = 0
+        self._pause = 1
+        self._left = 0
 
     def is_over(self) -> bool:
-        """Return whether the next call is waited for. Called once for each call."""
+        """Return whether to try it for the next call. Called once for each call."""
         self._left -= 1
         return self._left < 0
 
-    def observe(self, *, has_forced: bool) -> None:
-        """Record a call that was waited for."""
-        self._pause = 0 if has_forced else min(2 * self._pause + 1, MAX_PAUSE)
-        self._left = self._pause
+    def observe(self, *, has_failed: bool) -> None:
+        """Record a try."""
+        self._left = self._pause if has_failed else 0
+        self._pause = min(2 * self._pause, MAX_PAUSE) if has_failed else 1
+
+
+class ReadHistory:
+    """Record of the calls of a processor that used the values of logits that they were promised.
+
+    Such a call costs one exchange of messages more than one that has its logits from the beginning. So some calls after
+    it are made with logits.
+
+    Attributes:
+        never_promise: True if the class cannot be called before its logits exist.
+        num_promised: calls that were promised their logits.
+        num_read: those of them that used their values.
+    """
+
+    def __init__(self) -> None:
+        self.never_promise = False
+        self.num_promised = self.num_read = 0
+        self._pause = CallPause()
+
+    def may_promise(self) -> bool:
+        """Return whether the next call should be promised its logits. Called once for each call."""
+        return not self.never_promise and self._pause.is_over()
+
+    def observe(self, *, was_read: bool) -> None:
+        """Record a call that was promised its logits."""
+        self.num_promised += 1
+        self.num_read += was_read
+        self._pause.observe(has_failed=was_read)
 
 
 class EarlyCall:
@@ -213,7 +244,8 @@ class EarlyCalls:
         self._calls: dict[CallKey, EarlyCall] = {}
         self._open: list[EarlyCall] = []
         self._allowed: dict[CallKey, AllowedTokens] = {}
-        self._forcing: dict[str, _Pause] = {}
+        self._forcing: dict[str, CallPause] = {}
+        """Processors that force tokens at the moment: which of their calls are waited for before the forward pass."""
         self._wait_until: float | None = None
 
     def begin(self, stage: GroupStage) -> None:
@@ -296,7 +328,7 @@ class EarlyCalls:
         elif name not in self._forcing:
             if len(self._forcing) >= _MAX_KNOWN:
                 self._forcing.clear()
-            self._forcing[name] = _Pause()
+            self._forcing[name] = CallPause()
 
     def is_forcing(self, processor: LoadedProcessor) -> bool:
         """Return whether a processor forces tokens at the moment."""
@@ -326,7 +358,7 @@ class EarlyCalls:
         for call in ended:
             pause = self._forcing.get(call.group.processor.group_name)
             if pause is not None:
-                pause.observe(has_forced=call.has_forced)
+                pause.observe(has_failed=not call.has_forced)
 
     def _groups_ahead(self, members: Iterable[GroupRow]) -> list[ProcessorGroup]:
         """Return the groups of rows whose last token was certain, and which have no call for the next one."""
@@ -374,3 +406,14 @@ class EarlyCalls:
 
 def _key(member: GroupRow) -> CallKey:
     return member.use, len(member.output_token_ids)
+
+
+def may_forbid_most(edits: GroupEdits, vocab_size: int) -> bool:
+    """Return whether edits probably set all but a few logits of a row to -inf. A cheap heuristic."""
+    return any(
+        (isinstance(edit, Fill | PutMask) and edit.value == -np.inf)
+        or isinstance(edit, PutRows)
+        or (isinstance(edit, EditRows) and (isinstance(edit.operand, np.ndarray) or not math.isfinite(edit.operand)))
+        or (isinstance(edit, Put) and len(edit.positions) >= vocab_size - 1)
+        for edit in edits
+    )

@@ -17,8 +17,8 @@ import torch
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.author_code.calls import non_finite_fault
-from logitship.sampler.batch_processors.batch_rows import BatchRows, rows_of_drafts
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.batch_processors.logits_processors import BatchRows, rows_of_drafts
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import StepTrace
 

@@ -29,8 +29,8 @@ from logitship.sampler.processors.executor import (
     from_bytes,
 )
 
+from .call_exchange import AnswerReceiver
 from .cpu_time import BACKSTOP, FirstCallCredit
-from .early_answers import AnswerReceiver
 from .protocol import Answer, Command, load_message
 from .sandbox import Sandbox, SandboxDied
 from .sandbox_run import MAX_TEXT_LENGTH, SandboxedProcessor, SandboxRow, SandboxRun

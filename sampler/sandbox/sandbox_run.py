@@ -19,6 +19,7 @@ from logitship.client.scrub import scrub
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 from logitship.sampler.edits.edit_operations import GroupEdits
 from logitship.sampler.edits.merged_edits import apply_edits
+from logitship.sampler.processors.early_calls import ReadHistory
 from logitship.sampler.processors.executor import (
     ClassDescription,
     CollectEdits,
@@ -28,8 +29,8 @@ from logitship.sampler.processors.executor import (
 )
 from logitship.sampler.sampling_params import SANDBOXED_FIELDS
 
+from .call_exchange import AnswerReceiver
 from .cpu_time import DEFERRED_BACKSTOP
-from .early_answers import AnswerReceiver, ReadHistory
 from .protocol import SECONDS, Answer, Command
 from .sandbox import Sandbox, SandboxDied, wait_for_any
 from .stack_dump import traceback_of

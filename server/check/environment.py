@@ -11,6 +11,7 @@ import torch
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES, SGLANG_NAMES_REFERENCE
 from logitship.client.errors import ProcessorFault
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
+from logitship.sampler.processors.early_calls import ReadHistory
 from logitship.sampler.processors.executor import (
     ExecutorRow,
     ExecutorSequence,
@@ -21,7 +22,6 @@ from logitship.sampler.processors.executor import (
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.early_answers import ReadHistory
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
 from logitship.sampler.sandbox.sandbox_run import SandboxedProcessor
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess

@@ -29,8 +29,8 @@ import torch
 
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.author_code.calls import non_finite_fault
-from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate, MoveDirectionality
+from logitship.sampler.batch_processors.logits_processors import BatchRows
 from logitship.sampler.processors.processor_groups import ProcessorUse, uses_of
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors

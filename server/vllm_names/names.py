@@ -36,7 +36,7 @@ _BUILTIN = {
     "LogitBiasLogitsProcessor": "logitship.builtin_processors.parameter_processors:LogitBiasLogitsProcessor",
     "MinPLogitsProcessor": "logitship.builtin_processors.parameter_processors:MinPLogitsProcessor",
     "MinTokensLogitsProcessor": "logitship.builtin_processors.parameter_processors:MinTokensLogitsProcessor",
-    "process_dict_updates": f"{_CONTRACT}.batch_rows:process_dict_updates",
+    "process_dict_updates": f"{_CONTRACT}.logits_processors:process_dict_updates",
 }
 _LOGITS_PROCESSOR = {
     **{name: _INTERFACE[name] for name in ("BatchUpdate", "LogitsProcessor", "MoveDirectionality")},

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from logitship.sampler.batch.persistent_batch import PersistentBatch
-from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.guarded_processor import BatchProcessorFault, GuardedProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
+from logitship.sampler.batch_processors.logits_processors import BatchRows
 from logitship.sampler.sampling_params import SamplingParams
 
 VOCAB = 4

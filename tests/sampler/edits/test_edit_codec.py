@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from logitship.sampler.edits.edit_codec import NUM_SLOTS, InvalidEdits, VectorSender, VectorStore, decode, encode
-from logitship.sampler.edits.edit_operations import most_edits
+from logitship.sampler.edits.edit_operations import MAX_EDITS, MAX_EDITS_PER_ROW
 from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
 from logitship.sampler.edits.merged_edits import apply_edits
 from tests.sampler.promised_logits.promised import bits
@@ -132,7 +132,7 @@ def numbers(*values: int) -> bytes:
         (header(EDIT_ROWS, 0, 1) + numbers(0) + struct.pack("<HH", 0, 0), "empty slot"),
         (header(PUT_ROWS, 0, 1) + numbers(0) + struct.pack("<HH", NUM_SLOTS, 1) + bytes(4 * VOCAB), "no such slot"),
         (header(PUT_MASK) + numbers(0), "too short"),
-        ((header(PUT) + numbers(1)) * (most_edits(2) + 1), "too many edits"),
+        ((header(PUT) + numbers(1)) * (MAX_EDITS + MAX_EDITS_PER_ROW * 2 + 1), "too many edits"),
         ((header(FILL, count=2) + numbers(0, 1)) * 9, "too many elements"),
         (header(SAVE) + numbers(1) + header(RESTORE, 255) + numbers(1) + bytes(8 * 255), "too many edits"),
         (

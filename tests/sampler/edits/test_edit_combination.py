@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode, encode
 from logitship.sampler.edits.edit_combination import combine_edits
-from logitship.sampler.edits.edit_operations import edit_layers
 from logitship.sampler.edits.logit_edits import EditLog
+from logitship.sampler.edits.merged_edits import edit_layers
 from tests.sampler.promised_logits.promised import bits
 
 from .random_edits import VOCAB, logs, logs_by_row, one_by_one, same_but_nan

@@ -8,10 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from logitship.sampler.edits.edit_operations import Edit, may_forbid_most
+from logitship.sampler.edits.edit_operations import Edit
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.edits.row_selection import finite_tokens, is_row_wise, select_rows
+from logitship.sampler.processors.early_calls import may_forbid_most
 
 from .random_edits import VOCAB, logs, logs_by_row, one_by_one, same_but_nan
 

@@ -16,8 +16,8 @@ from logitship.builtin_processors.grammars.checker import GrammarChecker
 from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
-from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.batch_processors.logits_processors import BatchRows
 from logitship.sampler.batch_processors.slot_interface import (
     LogitsContext,
     LogitsProcRequestState,

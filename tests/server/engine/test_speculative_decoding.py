@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
-from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.batch_processors.logits_processors import BatchRows
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine import build
 from logitship.server.engine.async_engine import AsyncEngine

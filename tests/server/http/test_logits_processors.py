@@ -14,8 +14,8 @@ import torch
 
 from logitship import BadRequestError, Client, CustomLogitProcessor
 from logitship.builtin_processors.batch_processors import STR_POOLING_REJECTS_LOGITSPROCS
-from logitship.sampler.batch_processors.batch_rows import BatchRows
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.batch_processors.logits_processors import BatchRows
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http_server import running_server

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from logitship.sampler.sandbox.early_answers import AnswerReceiver
+from logitship.sampler.sandbox.call_exchange import AnswerReceiver
 
 LONG = 60.0
 
