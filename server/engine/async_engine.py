@@ -339,7 +339,6 @@ class AsyncEngine:
         request, held = active.request, active.processors
         if not request.processors:
             return [[] for _ in range(request.num_started)]
-        disconnect = Disconnect()
         try:
             shipped = await self.processors.load_shipped(request, held)
             if len(shipped) == len(request.processors):
@@ -348,7 +347,7 @@ class AsyncEngine:
                 return self.processors.load(request, held, shipped)
             if is_large := _is_large(active.body):
                 await self._large_loads.take(request.tenant)
-            current_disconnect.set(disconnect)
+            current_disconnect.set(disconnect := Disconnect())
             loading = self._start_load(active, shipped, is_large=is_large)
         except BaseException:  # cleanup, then re-raised
             self._active.release(active)

@@ -14,7 +14,7 @@ from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.metrics.observed_metrics import MAX_NAMES, EngineMetrics
-from logitship.server.metrics.step_clock import StepClock
+from logitship.server.metrics.step_clock import StepClock, StepTime
 from logitship.server.model.capacity import free_bytes, max_model_len, prefix_cache_blocks
 from logitship.server.model.deterministic_check import check_determinism
 from logitship.server.model.kv_cache import PrefixCache
@@ -32,9 +32,10 @@ from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .active_requests import ActiveRequests
 from .async_engine import AsyncEngine, finish_step
-from .decode_shares import SEQUENCE_COST, DecodeShares, StepTime
+from .decode_shares import DecodeShares
 from .engine import Engine
 from .engine_thread import EngineThread
+from .forward_pass import SEQUENCE_COST
 from .processor_setup import (
     add_grammar,
     create_installed,

@@ -24,9 +24,8 @@ from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.forced_runs import ForcedRuns
 
 from .beam_group import Beam, BeamGroup
-from .decode_shares import positions
 from .failures import INTERNAL_ERROR, request_error
-from .forward_pass import Plan, ScheduledChunk, StepLogits, forward, prompt_logprob_offsets
+from .forward_pass import Plan, ScheduledChunk, StepLogits, forward, positions, prompt_logprob_offsets
 from .scheduler import Scheduler
 from .tenant_shares import TenantShares
 
@@ -207,7 +206,13 @@ class Engine:
         """Add the tokens that are certain now: one forward pass computes them with the last one."""
         with self._clock.schedule:
             members = self._batch.members
-            rows = [row for row, sequence in enumerate(members) if not isinstance(sequence, Beam)]
+            rows = [
+                row
+                for row, sequence in enumerate(members if self._forced.max_run else ())
+                if not isinstance(sequence, Beam) and self._sampler.may_draft(row)
+            ]
+            if not rows:
+                return plan
             budget = self._shares.num_forced_tokens(self._scheduler.chunked_prefill_size, plan.prompt_cost)
             runs = self._forced.find(members, rows, budget)
             return plan.with_forced(runs) if runs else plan

@@ -1,9 +1,10 @@
-"""Times the phases of a step."""
+"""Times the phases of a step, and models how the time of a step grows with its sequences."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -11,6 +12,15 @@ import torch
 
 from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
+
+_DECAY = 1 - 1 / 64
+"""Factor by which the weight of an observation shrinks with each later one."""
+
+_MIN_WEIGHT = 1.0
+"""Minimum weight of the observations of a size, however old they are."""
+
+_MIN_SPREAD = 0.05
+"""Minimum coefficient of variation of the observed positions for fitting their cost."""
 
 
 class Phase:
@@ -120,3 +130,65 @@ class TimedProcessors(ShippedProcessors):
         """See `ShippedProcessors.apply_with_spec_decode`."""
         with self._clock.processors:
             return super().apply_with_spec_decode(logits, num_draft_tokens)
+
+
+@dataclass
+class _MeanStep:
+    """The mean of the observed steps of about one size.
+
+    Attributes:
+        weight: how many observations it counts as.
+    """
+
+    positions: float = 0.0
+    seconds: float = 0.0
+    weight: float = 0.0
+
+    def fade(self) -> None:
+        self.weight = max(_MIN_WEIGHT, self.weight * _DECAY)
+
+    def add(self, positions: int, seconds: float) -> None:
+        self.weight += 1
+        self.positions += (positions - self.positions) / self.weight
+        self.seconds += (seconds - self.seconds) / self.weight
+
+
+@dataclass
+class StepTime:
+    """Linear model of the time of a step without prompts: a cost for each position, and a fixed part.
+
+    Fitted by least squares to the mean step of each size; sizes are powers of two of positions. Older steps lose weight
+    exponentially, but no size drops below `_MIN_WEIGHT`: after an hour of small steps, the cost of a position would be
+    fitted to noise.
+
+    Attributes:
+        per_position: seconds for each position that the step attends to; 0 until steps with different numbers were
+            observed.
+        base: seconds of a step without any.
+    """
+
+    per_position: float = 0.0
+    base: float = 0.0
+    _sizes: dict[int, _MeanStep] = field(default_factory=dict)
+
+    def observe(self, positions: int, seconds: float) -> None:
+        """Add a step."""
+        for step in self._sizes.values():
+            step.fade()
+        self._sizes.setdefault(positions.bit_length(), _MeanStep()).add(positions, seconds)
+        self._fit([*self._sizes.values()])
+
+    def _fit(self, steps: list[_MeanStep]) -> None:
+        weight = sum(step.weight for step in steps)
+        positions = sum(step.weight * step.positions for step in steps) / weight
+        seconds = sum(step.weight * step.seconds for step in steps) / weight
+        variance = sum(step.weight * (step.positions - positions) ** 2 for step in steps) / weight
+        if variance > (_MIN_SPREAD * positions) ** 2:
+            covariance = sum(step.weight * (step.positions - positions) * step.seconds for step in steps) / weight
+            # Not more than all of the time: others may have slowed the long steps down.
+            self.per_position = min(max(0.0, covariance / variance), seconds / positions)
+        self.base = max(0.0, seconds - self.per_position * positions)
+
+    def expected(self, positions: int) -> float:
+        """Return the seconds that a step probably takes."""
+        return self.base + self.per_position * positions

@@ -47,12 +47,15 @@ class ForcedRuns:
 
     Args:
         sampler: knows what is allowed next.
-        max_run: most tokens of a sequence per step; 0: none are looked for.
+        max_run: most tokens of a sequence per step.
+
+    Attributes:
+        max_run: most tokens of a sequence per step; 0 if none may be looked for.
     """
 
     def __init__(self, sampler: Sampler, max_run: int) -> None:
         self._sampler = sampler
-        self._max_run = max_run if sampler.can_draft else 0
+        self.max_run = max_run if sampler.can_draft else 0
         self._longest: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
 
     def find(self, members: abc.Sequence[Sequence], rows: abc.Sequence[int], budget: int) -> dict[Sequence, ForcedRun]:
@@ -62,13 +65,12 @@ class ForcedRuns:
 
         Args:
             members: the sequences of the batch, in row order.
-            rows: the rows to look at.
+            rows: the rows to look at, those that may have a draft.
             budget: most tokens of all runs. Tenants get equal parts, or what they need.
         """
         by_tenant: defaultdict[str, list[int]] = defaultdict(list)
-        for row in rows if self._max_run else ():
-            if self._sampler.may_draft(row):
-                by_tenant[members[row].tenant].append(row)
+        for row in rows:
+            by_tenant[members[row].tenant].append(row)
         runs: dict[Sequence, ForcedRun] = {}
         for place, of_tenant in enumerate(sorted(by_tenant.values(), key=len)):
             left = budget - sum(len(run.token_ids) for run in runs.values())
@@ -97,13 +99,13 @@ class ForcedRuns:
         if num_accepted == num_tokens:
             self._longest.pop(sequence, None)
         else:
-            longest = self._longest.get(sequence, self._max_run)
-            self._longest[sequence] = min(max(longest // 2, num_accepted, _MIN_RUN), self._max_run)
+            longest = self._longest.get(sequence, self.max_run)
+            self._longest[sequence] = min(max(longest // 2, num_accepted, _MIN_RUN), self.max_run)
 
     def _num_missing(self, sequence: Sequence, runs: Mapping[Sequence, ForcedRun]) -> int:
         """Return how many tokens the run of a sequence may still have."""
         length = len(runs[sequence].token_ids) if sequence in runs else 0
-        return min(self._longest.get(sequence, self._max_run) - length, sequence.num_missing - 1)
+        return min(self._longest.get(sequence, self.max_run) - length, sequence.num_missing - 1)
 
 
 def _before_end(sequence: Sequence, token_ids: abc.Sequence[int]) -> abc.Sequence[int]:

@@ -6,7 +6,7 @@ import pytest
 
 from logitship.server.engine import build
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.decode_shares import SEQUENCE_COST
+from logitship.server.engine.forward_pass import SEQUENCE_COST
 from logitship.server.model import capacity
 from logitship.server.model.kv_cache import block_bytes
 from logitship.server.model.model_loader import LoadedModel

@@ -8,14 +8,9 @@ from typing import Any
 
 import pytest
 
-from logitship.server.engine.decode_shares import (
-    DECODE_SHARE,
-    SEQUENCE_COST,
-    DecodeShares,
-    StepTime,
-    positions,
-    split,
-)
+from logitship.server.engine.decode_shares import DECODE_SHARE, DecodeShares, split
+from logitship.server.engine.forward_pass import SEQUENCE_COST, positions
+from logitship.server.metrics.step_clock import StepTime
 
 BASE = 0.04
 PER_POSITION = 3e-6
@@ -47,44 +42,6 @@ def select(shares: DecodeShares, running: list[Running], prompts: float = 0.0) -
 
 def seconds(chosen: list[Running]) -> float:
     return BASE + PER_POSITION * positions([one for one in chosen if not one.prefilling])  # type: ignore[arg-type]
-
-
-def test_time_of_a_step_is_learned() -> None:
-    rng = random.Random(0)
-    time = StepTime()
-    for _ in range(300):
-        number = rng.choice([200, 5000, 30_000])
-        time.observe(number, (BASE + PER_POSITION * number) * rng.uniform(0.95, 1.05))
-    assert time.base == pytest.approx(BASE, rel=0.1)
-    assert time.per_position == pytest.approx(PER_POSITION, rel=0.1)
-
-
-def test_same_steps_tell_nothing_of_positions() -> None:
-    time = StepTime()
-    for number in range(100):
-        time.observe(1000 + number % 3, 0.04)
-    assert (time.per_position, time.base) == (0.0, pytest.approx(0.04))
-
-
-def test_cost_of_positions_is_kept() -> None:
-    """A few short sequences run for an hour, whose steps take now longer, now shorter."""
-    rng = random.Random(0)
-    time = StepTime()
-    time.observe(SEQUENCE_COST, BASE + PER_POSITION * SEQUENCE_COST)
-    time.observe(20 * SEQUENCE_COST, BASE + 20 * PER_POSITION * SEQUENCE_COST)
-    for _ in range(50):
-        drift = rng.uniform(-0.002, 0.002)
-        for number in range(100):
-            time.observe(300 + 4 * number, BASE + PER_POSITION * 300 + drift)
-    assert time.per_position == pytest.approx(PER_POSITION, rel=0.3)
-
-
-def test_line_is_sound_if_steps_slow_down_for_other_reasons() -> None:
-    time = StepTime()
-    for number in range(100):
-        time.observe(100 + number, 0.001 * number)
-    assert time.base >= 0
-    assert 0 <= time.per_position * 200 <= 0.2
 
 
 def test_one_tenant_has_all_of_a_step(shares: DecodeShares) -> None:

@@ -19,7 +19,8 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine import build
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.engine.decode_shares import DecodeShares, StepTime
+from logitship.server.engine.decode_shares import DecodeShares
+from logitship.server.metrics.step_clock import StepTime
 from logitship.server.requests.messages import BeamSearch, GenerationChunk, GenerationRequest, ProcessorRequest
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
 

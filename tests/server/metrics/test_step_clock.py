@@ -1,15 +1,21 @@
 from __future__ import annotations
 
 import contextlib
+import random
 
 import pytest
 import torch
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
-from logitship.server.metrics.step_clock import StepClock, TimedProcessors
+from logitship.server.metrics.step_clock import StepClock, StepTime, TimedProcessors
 
 from .conftest import Time
+
+BASE = 0.04
+PER_POSITION = 3e-6
+POSITIONS = 450
+"""Of a step with a short sequence."""
 
 
 def seconds(clock: StepClock) -> dict[str, float]:
@@ -99,3 +105,41 @@ def test_both_apply_methods_are_timed(
     assert processors.apply_with_spec_decode(logits, [1]) is logits
     assert running == ["processors", "processors"]
     assert clock.processors.seconds > 0
+
+
+def test_time_of_a_step_is_learned() -> None:
+    rng = random.Random(0)
+    time = StepTime()
+    for _ in range(300):
+        number = rng.choice([200, 5000, 30_000])
+        time.observe(number, (BASE + PER_POSITION * number) * rng.uniform(0.95, 1.05))
+    assert time.base == pytest.approx(BASE, rel=0.1)
+    assert time.per_position == pytest.approx(PER_POSITION, rel=0.1)
+
+
+def test_same_steps_tell_nothing_of_positions() -> None:
+    time = StepTime()
+    for number in range(100):
+        time.observe(1000 + number % 3, 0.04)
+    assert (time.per_position, time.base) == (0.0, pytest.approx(0.04))
+
+
+def test_cost_of_positions_is_kept() -> None:
+    """A few short sequences run for an hour, whose steps take now longer, now shorter."""
+    rng = random.Random(0)
+    time = StepTime()
+    time.observe(POSITIONS, BASE + PER_POSITION * POSITIONS)
+    time.observe(20 * POSITIONS, BASE + 20 * PER_POSITION * POSITIONS)
+    for _ in range(50):
+        drift = rng.uniform(-0.002, 0.002)
+        for number in range(100):
+            time.observe(300 + 4 * number, BASE + PER_POSITION * 300 + drift)
+    assert time.per_position == pytest.approx(PER_POSITION, rel=0.3)
+
+
+def test_line_is_sound_if_steps_slow_down_for_other_reasons() -> None:
+    time = StepTime()
+    for number in range(100):
+        time.observe(100 + number, 0.001 * number)
+    assert time.base >= 0
+    assert 0 <= time.per_position * 200 <= 0.2

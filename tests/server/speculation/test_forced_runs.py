@@ -20,9 +20,6 @@ class EndlessDrafts:
 
     can_draft = True
 
-    def may_draft(self, row: int) -> bool:
-        return True
-
     def draft(self, rows: Iterable[int]) -> dict[int, Draft]:
         return {row: Draft([row], is_certain=True) for row in rows}
 
