@@ -29,7 +29,6 @@ from logitship.server.requests.fair_pool import REST, FairPool, run_behind_the_e
 from logitship.server.requests.messages import AttachedProcessor, GenerationRequest, GenerationStream, ProcessorRequest
 from logitship.server.requests.request_validation import Limits, check, check_sandboxed, check_with_plugins
 from logitship.server.requests.sequence import Sequence
-from logitship.server.requests.tenant_turns import TenantTurns
 from logitship.server.tokenizer import Tokenizer
 
 from .active_requests import ActiveRequest, ActiveRequests, SequenceFactory
@@ -117,7 +116,10 @@ class AsyncEngine:
         self._sandboxes = sandboxes
         self._limits = Limits.of(config, model.vocab_size, model.max_model_len)
         self._sequences = SequenceFactory(model, tokenizer, config.random_seed)
-        self._large_loads = TenantTurns()
+        self._large_loads: weakref.WeakValueDictionary[tuple[str, asyncio.AbstractEventLoop], asyncio.Lock] = (
+            weakref.WeakValueDictionary()
+        )
+        """Held while a tenant loads a large body. Each event loop has its own."""
         self._readiness = Readiness(active, thread, sandboxes)
         metrics.watch(self.stats)
 
@@ -345,10 +347,12 @@ class AsyncEngine:
                 if any(each.params_check is not None for each in shipped.values()):
                     return await self.pool.run(request.tenant, self.processors.load, request, held, shipped)
                 return self.processors.load(request, held, shipped)
-            if is_large := _is_large(active.body):
-                await self._large_loads.take(request.tenant)
+            turn = None
+            if _is_large(active.body):
+                turn = self._large_loads.setdefault((request.tenant, asyncio.get_running_loop()), asyncio.Lock())
+                await turn.acquire()
             current_disconnect.set(disconnect := Disconnect())
-            loading = self._start_load(active, shipped, is_large=is_large)
+            loading = self._start_load(active, shipped, turn)
         except BaseException:  # cleanup, then re-raised
             self._active.release(active)
             raise
@@ -364,7 +368,7 @@ class AsyncEngine:
             raise
 
     def _start_load(
-        self, active: ActiveRequest, shipped: dict[int, LoadedProcessor], *, is_large: bool
+        self, active: ActiveRequest, shipped: dict[int, LoadedProcessor], turn: asyncio.Lock | None
     ) -> asyncio.Future[list[list[ProcessorUse]]]:
         """Load the processors that are not shipped in a thread of their own. A large load has its turn.
 
@@ -379,24 +383,23 @@ class AsyncEngine:
         try:
             loading = in_daemon_thread(load)
         except BaseException:  # cleanup, then re-raised
-            if is_large:
-                self._large_loads.end(active.request.tenant)
+            if turn is not None:
+                turn.release()
             raise
-        if is_large:
-            self._end_load_turn_after(loading, active.request.tenant)
+        if turn is not None:
+            _release_after(loading, turn)
         return loading
-
-    def _end_load_turn_after(self, loading: asyncio.Future[list[list[ProcessorUse]]], tenant: str) -> None:
-        """Let the tenant's next load of a large body begin after this one and a rest: it takes the GIL and a core."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        loading.add_done_callback(
-            lambda _: loop.call_later(REST * (loop.time() - began), self._large_loads.end, tenant)
-        )
 
     def _release_late(self, active: ActiveRequest, loading: asyncio.Future[list[list[ProcessorUse]]]) -> None:
         loading.exception()  # nobody awaits it any more, and asyncio would log that as an error
         self._active.release(active)
+
+
+def _release_after(loading: asyncio.Future[list[list[ProcessorUse]]], turn: asyncio.Lock) -> None:
+    """Let the tenant's next load of a large body begin after this one and a rest: it takes the GIL and a core."""
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    loading.add_done_callback(lambda _: loop.call_later(REST * (loop.time() - began), turn.release))
 
 
 def _is_large(body: QueuedBody | None) -> bool:

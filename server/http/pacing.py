@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from weakref import WeakValueDictionary
 
 from starlette.status import HTTP_400_BAD_REQUEST, HTTP_413_CONTENT_TOO_LARGE, HTTP_429_TOO_MANY_REQUESTS
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from logitship.server.requests.tenant_turns import TenantTurns
 
 UPLOAD_RATE = 16 << 20
 """Sustained upload rate of a tenant, in bytes per second. To receive that much takes a few percent of a core."""
@@ -116,7 +115,7 @@ class TurnsMiddleware:
         self._app = app
         self._others_run = others_run
         self._sleep = sleep
-        self._turns = TenantTurns()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._refused_at: dict[str, float] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,13 +132,14 @@ class TurnsMiddleware:
                 self._refused_at[tenant] = loop.time()
             await send(message)
 
-        await self._turns.take(tenant)
+        turn = self._turns.setdefault(tenant, asyncio.Lock())
+        await turn.acquire()
         try:
             await self._pause_after_refusal(tenant)
         except BaseException:  # cleanup, then re-raised
-            self._turns.end(tenant)
+            turn.release()
             raise
-        loop.call_soon(self._end, tenant, loop.time())
+        loop.call_soon(self._end, turn, tenant, loop.time())
         await self._app(scope, receive, watched)
 
     async def _pause_after_refusal(self, tenant: str) -> None:
@@ -147,10 +147,10 @@ class TurnsMiddleware:
         if refused_at is not None and self._others_run(tenant):
             await self._sleep(refused_at + _REFUSAL_PAUSE - asyncio.get_running_loop().time())
 
-    def _end(self, tenant: str, began: float) -> None:
+    def _end(self, turn: asyncio.Lock, tenant: str, began: float) -> None:
         loop = asyncio.get_running_loop()
         if self._others_run(tenant):
             pause = min(_MAX_TURN_PAUSE, _TURN_PAUSE * (loop.time() - began))
-            loop.call_later(pause, self._turns.end, tenant)
+            loop.call_later(pause, turn.release)
         else:
-            self._turns.end(tenant)
+            turn.release()

@@ -104,6 +104,27 @@ def test_turns_of_a_burst_leave_others_ahead() -> None:
     assert begun.index("b") <= 2
 
 
+def test_a_request_that_leaves_while_it_waits_has_no_turn() -> None:
+    begun: list[str] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        begun.append(scope["path"])
+
+    async def scenario() -> None:
+        middleware = TurnsMiddleware(app, others_run=lambda tenant: False)
+        caller = Caller("a", may_ship=False)
+        scopes = [{"type": "http", "path": path, "state": {"caller": caller}} for path in "12345"]
+        tasks = [asyncio.ensure_future(middleware(scope, None, None)) for scope in scopes]  # type: ignore[arg-type]
+        await tasks[0]
+        tasks[1].cancel()
+        await tasks[2]
+        tasks[3].cancel()  # its turn has begun, but it does not know yet
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(scenario(), 30))
+    assert begun == ["1", "3", "5"]
+
+
 def test_requests_without_a_caller_have_no_turn() -> None:
     begun: list[str] = []
 

@@ -15,7 +15,7 @@ from .conftest import Time
 BASE = 0.04
 PER_POSITION = 3e-6
 POSITIONS = 450
-"""Of a step with a short sequence."""
+"""Number of positions of a step with a short sequence."""
 
 
 def seconds(clock: StepClock) -> dict[str, float]:
