@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -40,8 +41,14 @@ class Import:
     module: str
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    """Return the syntax tree of a module, flattened; its first node is the module."""
+    return list(ast.walk(ast.parse(path.read_text(), str(path))))
+
+
 def imports_of(path: Path) -> Iterator[Import]:
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield Import(path, node.lineno, 0, alias.name)
@@ -98,7 +105,7 @@ def test_classes_have_different_names() -> None:
         statement.name
         for folder in FOLDERS
         for path in files_of(folder)
-        for statement in ast.parse(path.read_text()).body
+        for statement in ast.iter_child_nodes(nodes_of(path)[0])
         if isinstance(statement, ast.ClassDef)
     ]
     assert {name for name in names if names.count(name) > 1} == set(STAND_INS)
@@ -107,12 +114,12 @@ def test_classes_have_different_names() -> None:
 def broad_excepts() -> Iterator[tuple[str, str]]:
     """Yield the place and the source line of each `except` that catches all exceptions."""
     for path in (path for folder in FOLDERS for path in files_of(folder)):
-        source = path.read_text()
-        for node in ast.walk(ast.parse(source)):
+        lines = path.read_text().splitlines()
+        for node in nodes_of(path):
             if isinstance(node, ast.ExceptHandler):
                 caught = {each.id for each in ast.walk(node.type) if isinstance(each, ast.Name)} if node.type else set()
                 if not node.type or caught & {"Exception", "BaseException", "BaseExceptionGroup", "ExceptionGroup"}:
-                    yield f"{path.relative_to(ROOT)}:{node.lineno}", source.splitlines()[node.lineno - 1]
+                    yield f"{path.relative_to(ROOT)}:{node.lineno}", lines[node.lineno - 1]
 
 
 def test_broad_excepts_name_their_boundary() -> None:
@@ -129,7 +136,7 @@ def test_boundaries_are_documented() -> None:
 
 def docstrings_of(path: Path) -> Iterator[ast.Constant]:
     """Yield the docstrings of modules, classes and functions, and the strings that describe attributes."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             yield node.value
 

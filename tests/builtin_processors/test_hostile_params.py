@@ -283,6 +283,7 @@ def test_extremes_do_not_affect_other_requests(make_engine: Callable[..., AsyncE
     assert len(outcomes[-1][0]) == 12
 
 
+@pytest.mark.slow
 def test_all_extremes_in_one_request(make_engine: Callable[..., AsyncEngine]) -> None:
     engine = make_engine()
     masks = [use(*extreme) for extreme in EXTREME if CLASSES[extreme[0]].is_mask]
@@ -294,6 +295,7 @@ def test_all_extremes_in_one_request(make_engine: Callable[..., AsyncEngine]) ->
     assert (len(without), len(other)) == (12, 12)
 
 
+@pytest.mark.slow
 def test_maximum_uses_of_one_processor(make_engine: Callable[..., AsyncEngine]) -> None:
     engine = make_engine()
     for name, params in (

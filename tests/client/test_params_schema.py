@@ -66,6 +66,7 @@ def schemas(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
 SCHEMAS = st.recursive(st.booleans() | schemas(st.booleans()), schemas, max_leaves=4)
 
 
+@pytest.mark.slow
 @given(SCHEMAS.filter(lambda schema: isinstance(schema, dict)), st.lists(VALUES, min_size=1, max_size=5))
 def test_verdicts_are_those_of_jsonschema(schema: dict[str, Any], values: list[Any]) -> None:
     ours = ParamsSchema({"properties": {"value": schema}})

@@ -81,6 +81,7 @@ def compiler(model: ModelView) -> GrammarCompiler:
     return GrammarCompiler(model, cpu_limit=DEADLINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_expensive_grammars_are_refused_in_time(compiler: GrammarCompiler, name: str) -> None:
     make, says = HOSTILE[name]
@@ -309,6 +310,7 @@ def test_refusals_do_not_evict_grammars(model: ModelView) -> None:
     assert compiler.compile(from_regex("a")) is matcher
 
 
+@pytest.mark.slow
 def test_long_check_continues_at_low_priority(model: ModelView) -> None:
     checker = GrammarChecker(tokenizer_arguments(model), cpu_limit=2.0)
     checker.check(from_regex("a"))

@@ -82,6 +82,7 @@ def sequence(request: pytest.FixtureRequest, zoo_model: ModelView, make_row: Cal
     return Sequence(request.param, zoo_model, make_row)
 
 
+@pytest.mark.slow
 def test_states_are_restored_with_removed_tokens(sequence: Sequence) -> None:
     rng = random.Random(0)
     output, state, forced = list[int](), dict[str, Any](), 0
@@ -103,6 +104,7 @@ def test_repeated_step_gives_same_result(sequence: Sequence) -> None:
         output.append(token % ALPHABET)
 
 
+@pytest.mark.slow
 def test_forks(sequence: Sequence) -> None:
     rng = random.Random(1)
     for _ in range(15):

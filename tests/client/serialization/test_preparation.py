@@ -80,6 +80,7 @@ def strings(python: Callable[..., str], tmp_path_factory: pytest.TempPathFactory
     return made
 
 
+@pytest.mark.slow
 def test_first_call_prepares_on_stock_sglang(
     strings: dict[str, str], python: Callable[..., str], tmp_path: Path
 ) -> None:

@@ -329,6 +329,7 @@ def new_schedule(new_request: NewRequest) -> Callable[[int], Schedule]:
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_every_processor_state_follows_batch(seed: int, new_schedule: Callable[[int], Schedule]) -> None:
     schedule = new_schedule(seed)

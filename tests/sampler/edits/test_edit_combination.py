@@ -17,6 +17,7 @@ from tests.sampler.promised_logits.promised import bits
 from .random_edits import VOCAB, logs, logs_by_row, one_by_one, same_but_nan
 
 
+@pytest.mark.slow
 @settings(max_examples=600)
 @given(st.integers(1, 5).flatmap(lambda rows: st.one_of(logs(rows), logs_by_row(rows))))
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

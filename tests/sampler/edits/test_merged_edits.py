@@ -18,6 +18,7 @@ from tests.builtin_processors.test_without_sync import META, Copies, NoWaitingBu
 from .random_edits import VOCAB, logs, logs_by_row, one_by_one, same_but_nan
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on_cpu", [True, False])
 @settings(max_examples=400)
 @given(st.data())

@@ -29,6 +29,7 @@ def some_logits(num_rows: int) -> torch.Tensor:
     return torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(2))
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(st.data())
 def test_selected_rows_get_their_edits(data: st.DataObject) -> None:

@@ -22,7 +22,7 @@ from logitship.sampler.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 ROWS = 19
-VOCABS = (77, 1003, 49152)
+VOCABS = (77, 1003, pytest.param(49152, marks=pytest.mark.slow))
 """Two of them are no multiple of the vector width, so rows start at unaligned addresses."""
 
 

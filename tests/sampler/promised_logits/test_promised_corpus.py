@@ -19,6 +19,7 @@ def covered(corpus: list[Case], tokenizer: Tokenizer) -> list[Coverage]:
     return [coverage(case, tokenizer.hf_tokenizer) for case in corpus]
 
 
+@pytest.mark.slow
 def test_most_examples_never_read(covered: list[Coverage]) -> None:
     assert share_without_reads(covered, EXAMPLES) >= 0.75
 
@@ -31,6 +32,7 @@ def test_page_lists_who_reads(covered: list[Coverage]) -> None:
     assert [line for line in lines if line.startswith("|")] == found
 
 
+@pytest.mark.slow
 def test_same_results_if_values_are_used_at_once(corpus: list[Case], tokenizer: Tokenizer) -> None:
     for case in corpus:
         coverage(case, tokenizer.hf_tokenizer, read_first=True)

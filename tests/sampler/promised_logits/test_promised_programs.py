@@ -27,6 +27,7 @@ def outcome_of_promised(statements: list[str], logits: torch.Tensor, *, read_fir
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # PyTorch warns once, so in only one of two calls
 @settings(max_examples=400)
 @given(programs(), st.integers(0, 50))

@@ -210,6 +210,7 @@ def found(chunks: Sequence[GenerationChunk]) -> list[tuple[list[int], Any]]:
     return [(chunk.token_ids, pytest.approx(chunk.beam_score, abs=1e-3)) for chunk in chunks]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("early_stopping", [True, False, "never"])
 def test_equal_to_hugging_face_generate(
     make_engine: BuildEngine, loaded_model: LoadedModel, early_stopping: bool

@@ -162,6 +162,7 @@ def watched(loaded_model: LoadedModel) -> WatchedEngine:
 # --- the tests ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(4))
 def test_groups_are_adjacent_views_in_every_step(seed: int, watched: WatchedEngine) -> None:
     rng = random.Random(seed)

@@ -352,6 +352,7 @@ def test_refusal_names_the_field(real: Any, path: str, fields: dict[str, Any], p
     assert says in error["message"]
 
 
+@pytest.mark.slow
 def test_server_survives_hostile_grammars(real: Any) -> None:
     rules = "\n".join(f"r{i} ::= r{i + 1}" for i in range(15_000))
     bomb = f'root ::= r0\n{rules}\nr15000 ::= "a"'

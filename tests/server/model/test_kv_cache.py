@@ -141,6 +141,7 @@ class ReferenceCache:
             self.known.popitem(last=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capacity", [0, 1, 3, 8, 100])
 @pytest.mark.parametrize("seed", range(3))
 def test_cache_matches_the_reference(capacity: int, seed: int) -> None:

@@ -142,6 +142,7 @@ class Plain:
         return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_packed_steps_match_the_plain_model(seed: int, num_calls: int, model: PreTrainedModel) -> None:
     rng = random.Random(seed)

@@ -144,6 +144,7 @@ def test_text_is_never_lost_or_doubled() -> None:
         assert found == text
 
 
+@pytest.mark.slow
 def test_time_is_linear_in_the_length() -> None:
     """A parser that reads a call again with each token would take hours."""
     text = '<tool_call>{"x": "' + "y" * 300_000 + '", "name": "add"}</tool_call>'
