@@ -37,16 +37,25 @@ def processors_of(generate: Any) -> list[tuple[str, Any]]:
         generate: SGLang's `GenerateReqInput`, normalized or not: it may hold several prompts.
 
     Raises:
-        ValueError: one is not a string.
+        ValueError: one is not a string, there is a list of them for one prompt, or the prompt is not one of tokens.
     """
-    pairs = _pairs(getattr(generate, FIELD, None), generate.sampling_params)
+    strings = getattr(generate, FIELD, None)
+    if strings is None or strings == "":
+        return []
+    prompts = generate.input_ids if generate.text is None else generate.text
+    if prompts is None:
+        raise ValueError("input_embeds: a request with a processor needs its prompt as text or input_ids")
+    # By the rule of SGLang's `_determine_batch_size`. It would leave the list as it is, which stops its scheduler.
+    if isinstance(strings, list) and (isinstance(prompts, str) or not len(prompts) or isinstance(prompts[0], int)):
+        raise ValueError(f"{FIELD}: must be a string, because there is one prompt; a list needs a list of prompts")
+    pairs = _pairs(strings, generate.sampling_params)
     return list({(string, _text(params)): (string, params) for string, params in pairs}.values())
 
 
 def _pairs(strings: Any, sampling_params: Any) -> Iterator[tuple[str, Any]]:
     several = isinstance(strings, list)
     for index, string in enumerate(strings if several else [strings]):
-        if not string:
+        if string is None or string == "":
             continue
         if not isinstance(string, str):
             raise ValueError(f"{FIELD}: must be a string, or a list of strings and null")

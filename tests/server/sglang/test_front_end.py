@@ -31,7 +31,11 @@ FORBIDS = json.dumps({"name": "disallowed_tokens"})
 
 
 def generate(string: Any, **params: Any) -> Any:
-    return SimpleNamespace(custom_logit_processor=string, sampling_params={"custom_params": params or None})
+    return with_sampling_params(string, {"custom_params": params or None})
+
+
+def with_sampling_params(string: Any, sampling_params: Any) -> Any:
+    return SimpleNamespace(custom_logit_processor=string, sampling_params=sampling_params, text="hi", input_ids=None)
 
 
 def http_request(**headers: str) -> Any:
@@ -71,11 +75,11 @@ def test_each_string_is_parsed_once(front_end: FrontEnd, monkeypatch: pytest.Mon
 
     monkeypatch.setattr("logitship.server.sglang.front_end.read_processors", read)
     params: list[dict[str, Any]] = [{"custom_params": {"token_ids": [number]}} for number in range(60)]
-    asyncio.run(front_end.admit(SimpleNamespace(custom_logit_processor=FORBIDS, sampling_params=params), None))
+    asyncio.run(front_end.admit(with_sampling_params(FORBIDS, params), None))
     assert parsed == [FORBIDS]
     params[7] = {"custom_params": {"token_ids": "x"}}
     with pytest.raises(ValueError, match="parameters of disallowed_tokens"):
-        asyncio.run(front_end.admit(SimpleNamespace(custom_logit_processor=FORBIDS, sampling_params=params), None))
+        asyncio.run(front_end.admit(with_sampling_params(FORBIDS, params), None))
 
 
 def test_beam_search_is_refused(front_end: FrontEnd) -> None:
@@ -91,11 +95,12 @@ def test_beam_search_is_refused(front_end: FrontEnd) -> None:
     [
         ("nonsense", "is not JSON"),
         (json.dumps({"source": "1 / 0", "class_name": "A"}), "ZeroDivisionError"),
+        ([FORBIDS], "because there is one prompt"),
         (FORBIDS, "parameters of disallowed_tokens"),
         (COUNTS, r"parameters of Counts: params\.sentences: required"),
     ],
 )
-def test_what_cannot_run_is_refused(front_end: FrontEnd, string: str, message: str) -> None:
+def test_what_cannot_run_is_refused(front_end: FrontEnd, string: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         asyncio.run(front_end.admit(generate(string), None))
 

@@ -28,8 +28,9 @@ from .conftest import MakeReq
 FORBIDS = json.dumps({"name": "disallowed_tokens"})
 
 
-def generate(string: Any, sampling_params: Any = None) -> Any:
-    return SimpleNamespace(custom_logit_processor=string, sampling_params=sampling_params)
+def generate(string: Any, sampling_params: Any = None, **prompt: Any) -> Any:
+    prompts = {"text": None, "input_ids": None, "input_embeds": None} | (prompt or {"input_ids": [[7], [8]]})
+    return SimpleNamespace(custom_logit_processor=string, sampling_params=sampling_params, **prompts)
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,26 @@ def test_processors_of_a_request(string: Any, sampling_params: Any, expected: li
 def test_processor_that_is_no_string_is_refused() -> None:
     with pytest.raises(ValueError, match="must be a string"):
         processors_of(generate([None, {"name": "disallowed_tokens"}]))
+    with pytest.raises(ValueError, match="must be a string"):
+        processors_of(generate(["x", []]))
+
+
+@pytest.mark.parametrize("prompt", [{"text": "hi"}, {"input_ids": [7, 8]}, {"input_ids": []}])
+@pytest.mark.parametrize("strings", [["x"], [None], []])
+def test_list_for_one_prompt_is_refused(strings: list[Any], prompt: dict[str, Any]) -> None:
+    """SGLang's scheduler would get the list, and stop."""
+    assert processors_of(generate("x", **prompt)) == [("x", None)]
+    with pytest.raises(ValueError, match="custom_logit_processor: must be a string, because there is one prompt"):
+        processors_of(generate(strings, **prompt))
+    assert processors_of(generate(["x"], text=["hi"])) == [("x", None)]
+
+
+def test_prompt_of_embeddings_is_refused() -> None:
+    """SGLang would show its processors a prompt of ones."""
+    assert processors_of(generate(None, input_embeds=[[0.5]])) == []
+    for strings in "x", ["x"], []:
+        with pytest.raises(ValueError, match="input_embeds: "):
+            processors_of(generate(strings, input_embeds=[[0.5]]))
 
 
 def test_many_params_are_compared_in_linear_time() -> None:
