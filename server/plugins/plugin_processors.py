@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.params import PreparationUnavailable
@@ -36,6 +37,8 @@ from .plugin_settings import PluginSettings
 
 PROCESSORS = "logits_processors"
 """The list of several processors of a request."""
+MAX_PROCESSORS = 64
+"""Most processors of a request."""
 _LOAD_ERRORS = (ValueError, ProcessorLoadError, ExecutorUnavailable, ProcessorCacheFull, PreparationUnavailable)
 
 
@@ -132,6 +135,20 @@ class PluginProcessors:
             self._loader.release(processor)
             raise
         return ProcessorUse(processor, dict(request.params or {}), rid, prepared)
+
+
+def check_number(entries: Sequence[Any], at: str) -> None:
+    """Check the number of processors in a list, before they are parsed.
+
+    Args:
+        entries: the list.
+        at: the field that it is the value of.
+
+    Raises:
+        ValueError: there are none, or too many.
+    """
+    if not 0 < len(entries) <= MAX_PROCESSORS:
+        raise ValueError(f"{at}: the list must have 1 to {MAX_PROCESSORS} processors, not {len(entries)}")
 
 
 def check_form(attached: AttachedProcessor, engine: str) -> ProcessorRequest:

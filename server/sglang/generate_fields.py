@@ -18,15 +18,13 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor, parse
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.plugins.plugin_processors import PROCESSORS, check_form
+from logitship.server.plugins.plugin_processors import PROCESSORS, check_form, check_number
 from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.messages import AttachedProcessor, ProcessorRequest
 
 FIELD = "custom_logit_processor"
 PARAMS = "custom_params"
-MAX_PROCESSORS = 64
-"""Most processors of a request."""
 BEAM_SEARCH = f"{FIELD}: SGLang does not call processors in a beam search; leave out beam_width or the processor"
 
 
@@ -181,8 +179,7 @@ def _list(text: str, max_processor_size: int) -> list[Any]:
     except orjson.JSONDecodeError as error:
         raise ValueError(f"{FIELD}: is not JSON: {error}") from None
     assert isinstance(entries, list)
-    if not 0 < len(entries) <= MAX_PROCESSORS:
-        raise ValueError(f"{FIELD}: the list must have 1 to {MAX_PROCESSORS} processors, not {len(entries)}")
+    check_number(entries, FIELD)
     return entries
 
 

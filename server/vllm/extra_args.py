@@ -15,7 +15,7 @@ import orjson
 from logitship.client.http.vllm_handshake import PROBE
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.plugins.plugin_processors import PROCESSORS, check_form
+from logitship.server.plugins.plugin_processors import PROCESSORS, check_form, check_number
 from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.messages import AttachedProcessor, ProcessorRequest
@@ -60,6 +60,7 @@ def read_processors(extra_args: Mapping[str, Any], max_processor_size: int) -> t
             entries = _decode(several, PROCESSORS)
             if not isinstance(entries, list):
                 raise ValueError(f"{PROCESSORS}: must be a list, as JSON text")
+            check_number(entries, PROCESSORS)
             attached = read_entries(entries, PROCESSORS, max_processor_size=max_processor_size, params=params)
         else:
             attached = [read_processor(one, params, PROCESSOR, max_processor_size=max_processor_size)]

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.shipped_batch import ShippedBatch
@@ -156,6 +157,27 @@ def test_load_error_ends_the_request(
     batch.apply(logits)
     assert is_ended(logits)
     assert "no processor is installed or registered as 'nothing'" in caplog.text
+
+
+def test_request_without_an_allowed_token_ends_alone(
+    make_batch: MakeBatch, request_of: Callable[..., Record], vllm_params: MakeParams
+) -> None:
+    """The client may allow only the fault token, and name no processor that could be blamed for it."""
+    runner = Runner(0, is_async=False)
+    batch = make_batch(runner)
+    blocked = Record("x", vllm_params({"logits_processors": "[]"}, allowed_token_ids=[FAULT_TOKEN]), [7])
+    other = request_of("y")
+    add_to_row_0(runner, batch, blocked)
+    runner.requests["y"] = other
+    runner.input_batch.req_ids.append("y")
+    runner.input_batch.req_output_token_ids.append(other.output_token_ids)
+    batch.update_state(BatchUpdate(2, [], [(1, other.sampling_params, [7] * 3, other.output_token_ids)], []))
+    logits = torch.zeros(2, VOCAB_SIZE)
+    logits[0, :FAULT_TOKEN] = -torch.inf
+    batch.apply(logits)
+    assert is_ended(logits[:1])
+    assert logits[1].argmax() == 2
+    assert logits[1, 2] == 0
 
 
 def test_processor_cannot_force_the_fault_token(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:
