@@ -63,7 +63,7 @@ class PromptTokens:
         if wanted.eos_token_id is not None:
             boosted = np.append(boosted, wanted.eos_token_id)
         first, second = (tokens[:-1], tokens[1:]) if wanted.conditional_boost_factor else (tokens[:0], tokens[:0])
-        is_within = second < vocab_size
+        is_within = (first < vocab_size) & (second < vocab_size)
         pairs = np.unique(first[is_within] * vocab_size + second[is_within])
         return cls(np.unique(boosted), wanted.boost_factor, pairs, vocab_size)
 

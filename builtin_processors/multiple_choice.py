@@ -142,7 +142,9 @@ def _first_words(question: Question, request: Any) -> Iterator[tuple[int, int]]:
         choice = question.choices[found]
         if prompt[index] != choice or prompt[index + 1] != question.delimiter:
             continue
-        if request.tokenizer.decode([prompt[index - 1]]).endswith("\n"):
+        # The tokenizer cannot decode the numbers that SGLang puts into prompts where an image is.
+        before = prompt[index - 1]
+        if before < request.vocab_size and request.tokenizer.decode([before]).endswith("\n"):
             found += 1
             if prompt[index + 2] < request.vocab_size:
                 yield choice, prompt[index + 2]

@@ -111,7 +111,9 @@ class NGramBan:
             index = request.state[key] = NGramIndex(self.ngram_size, self.window_size)
         index.follow(request.origin_input_ids, request.output_ids)
         found = index.followers()
-        return np.fromiter(found - self.whitelist if self.whitelist else found, dtype=np.int64)
+        tokens = np.fromiter(found - self.whitelist if self.whitelist else found, dtype=np.int64)
+        vocab_size: int = request.vocab_size
+        return tokens[tokens < vocab_size]  # SGLang puts larger numbers into prompts, where an image is
 
 
 _NO_TOKENS = np.empty(0, dtype=np.int64)

@@ -59,6 +59,16 @@ def test_forbidden_tokens_stay_forbidden(zoo_model: ModelView, make_row: MakeRow
     assert CiteFromPromptLogitsProcessor()(logits, [row]).isneginf().all()
 
 
+def test_prompt_with_the_numbers_of_images(zoo_model: ModelView, make_row: MakeRow) -> None:
+    """As SGLang makes them. Multiplied by the size of the vocabulary, this one is 3 times that, in 64 bits."""
+    image = (1 << 60) + 3
+    params = {"boost_factor": 1.0, "boost_eos": False, "conditional_boost_factor": 4.0}
+    row = make_row(params, [7, image, 5], [3], eos_token_ids={EOS}, tokenizer=zoo_model.tokenizer)
+    boosts = CiteFromPromptLogitsProcessor()(torch.zeros(1, VOCAB_SIZE), [row])[0]
+    assert boosts.nonzero().flatten().tolist() == [5, 7]
+    assert boosts[5] == 1.0
+
+
 def test_no_rows_is_a_noop() -> None:
     logits = torch.zeros(0, VOCAB_SIZE)
     assert CiteFromPromptLogitsProcessor()(logits, []) is logits

@@ -50,6 +50,14 @@ def test_first_word_outside_the_vocabulary(zoo_model: ModelView, make_row: MakeR
     assert answer({"boost_first_words": 1.0}, prompt, logits, zoo_model, make_row) == TWO
 
 
+def test_choice_after_an_image(zoo_model: ModelView, make_row: MakeRow) -> None:
+    """SGLang's prompts have numbers there that the tokenizer cannot decode."""
+    logits = torch.zeros(48)
+    logits[TWO] = 1.0
+    prompt = [(1 << 61) + 1_000_000, *PROMPT[1:]]
+    assert answer({"boost_first_words": 1.0}, prompt, logits, zoo_model, make_row) == TWO
+
+
 def test_prompt_is_read_once(zoo_model: ModelView, make_row: MakeRow) -> None:
     row = make_row({"boost_first_words": 1.0}, list(PROMPT), [], tokenizer=zoo_model.tokenizer, vocab_size=48)
     logits = torch.arange(48.0).unsqueeze(0)

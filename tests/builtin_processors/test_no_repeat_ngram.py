@@ -19,6 +19,7 @@ CountingList = Callable[..., Any]
 Sglang = Callable[..., list[Any]]
 
 VOCAB_SIZE = 8
+IMAGE = 1_000_000 + (1 << 61)
 
 
 def banned(logits: torch.Tensor) -> list[int]:
@@ -129,6 +130,18 @@ def test_index_covers_the_window(ngram_size: int, more: int, changes: list[tuple
             prefix = window[len(window) - ngram_size + 1 :] if len(window) >= ngram_size else None
             assert index.followers() == {ngram[-1] for ngram in ngrams if ngram[:-1] == prefix}
             assert len(index) == len({tuple(ngram[:-1]) for ngram in ngrams})
+
+
+@pytest.mark.parametrize("ngram_size", [1, 2])
+def test_prompt_with_tokens_outside_the_vocabulary(ngram_size: int, make_row: MakeRow) -> None:
+    """SGLang's numbers for images; a row without them in the same batch is not affected."""
+    processor = DeepseekOCRNoRepeatNGramLogitProcessor()
+    params = {"ngram_size": ngram_size, "window_size": 20}
+    prompts = [7, IMAGE, IMAGE, VOCAB_SIZE, 7, 3, 7], [7, 3, 7]
+    rows = [make_row(params, prompt, [], vocab_size=VOCAB_SIZE) for prompt in prompts]
+    first, second = processor(torch.zeros(2, VOCAB_SIZE), rows)
+    assert torch.equal(first, second)
+    assert banned(first.unsqueeze(0)) == ([3, 7] if ngram_size == 1 else [3])
 
 
 def test_ngrams_leave_the_window(make_row: MakeRow) -> None:
