@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[repo
 )
 
 from .callers import SCHEDULED, find_caller, find_caller_argument
+from .extra_args import has_processors
 from .model_view import fault_token, model_view
 from .params_validation import admit
 from .scheduling import begins_early
@@ -68,7 +69,9 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
         """Add a request that was given a slot. Return False if it has no processors."""
-        return self._slots.add_request(req_idx, self._runner.req_states.index_to_req_id[req_idx], sampling_params)
+        req_id = self._runner.req_states.index_to_req_id[req_idx]
+        holds_embeddings = has_processors(sampling_params) and _holds_embeddings(req_id)
+        return self._slots.add_request(req_idx, req_id, sampling_params, holds_embeddings=holds_embeddings)
 
     def apply_staged_writes(self) -> None:
         """Drop finished requests, and begin calls. vLLM calls this once a step, after it has added the new requests."""
@@ -92,6 +95,12 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         """Edit `logits`, float32 [rows, vocab], in place."""
         self._slots.apply(logits, ctx)
         return logits
+
+
+def _holds_embeddings(req_id: str) -> bool:
+    """Return whether the prompt of a request that is added in this step contains embeddings."""
+    added = find_caller_argument(SCHEDULED).scheduled_new_reqs
+    return any(each.req_id == req_id and each.prompt_embeds is not None for each in added)
 
 
 def _row_order() -> Callable[..., list[str]]:

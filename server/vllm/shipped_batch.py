@@ -38,7 +38,7 @@ from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from .extra_args import has_processors
 from .log import logger
 from .runner_interface import Ranks, RunnerRequests
-from .tracked_request import INTERNAL_ERROR, TrackedRequest, failed_request, track
+from .tracked_request import HOLDS_EMBEDDINGS, INTERNAL_ERROR, TrackedRequest, failed_request, track
 from .vllm_processors import VllmProcessors
 
 Drafts: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
@@ -283,7 +283,7 @@ class ShippedBatch:
     def _load(self, request: TrackedRequest, params: Any, processors: VllmProcessors) -> None:
         record = request.record
         if record.prompt_token_ids is None or not all(record.prompt_is_token_ids or ()):
-            request.fail("its prompt holds embeddings, which processors cannot read")
+            request.fail(HOLDS_EMBEDDINGS)
             return
         try:
             request.params = request.loaded = processors.load(params, request.rid)

@@ -28,7 +28,7 @@ from .extra_args import has_processors
 from .log import logger
 from .shipped_batch import Drafts
 from .slot_requests import SlotRequest, SlotRequests
-from .tracked_request import INTERNAL_ERROR
+from .tracked_request import HOLDS_EMBEDDINGS, INTERNAL_ERROR
 
 _STATE_LOST = "vLLM preempted it and the state of its processors was lost"
 _WRONG_HISTORY = "vLLM's buffers do not hold the tokens before the one to be sampled"
@@ -83,13 +83,14 @@ class SlotBatch:
         self._added: set[str] = set()
         self._planned: StepRows | None = None
 
-    def add_request(self, slot: int, req_id: str, params: Any) -> bool:
+    def add_request(self, slot: int, req_id: str, params: Any, *, holds_embeddings: bool = False) -> bool:
         """Add a request that was given a slot: a new one, or one that was preempted.
 
         Args:
             slot: its index in the buffers.
             req_id: its id.
             params: vLLM's `SamplingParams`.
+            holds_embeddings: its prompt does, and the buffers have placeholders for them.
 
         Returns:
             False if it has no processors.
@@ -104,6 +105,8 @@ class SlotBatch:
             request = SlotRequest(req_id, params, slot, num_prompt_tokens, prefill_len)
             if prefill_len > num_prompt_tokens:
                 request.error = _STATE_LOST
+            if holds_embeddings:
+                request.error = HOLDS_EMBEDDINGS
             self._requests.add(request)
         else:
             request.slot, request.prefill_len = slot, prefill_len

@@ -19,7 +19,7 @@ class SlotRequest:
             its output so far.
         prompt_token_ids: its prompt; empty until it is read.
         output_token_ids: its output. Always the same list, which grows.
-        prompt_is_token_ids: None: the whole prompt consists of tokens.
+        prompt_is_token_ids: None: the whole prompt consists of tokens, or there is an `error`.
         error: why it must end; None while it runs.
     """
 
@@ -51,9 +51,6 @@ class SlotRequests:
     def __init__(self) -> None:
         self._by_id: dict[str, SlotRequest] = {}
         self._by_output: dict[int, SlotRequest] = {}
-
-    def __len__(self) -> int:
-        return len(self._by_id)
 
     def find(self, req_id: str) -> SlotRequest | None:
         """Return the request of this id."""

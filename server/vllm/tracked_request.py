@@ -13,6 +13,8 @@ PLACEHOLDER = -1
 """vLLM's value for a token that was sampled and is not known yet."""
 INTERNAL_ERROR = "the server had an internal error; its log has the details"
 """Reason of a request that ends because of an error of the plugin or of vLLM."""
+HOLDS_EMBEDDINGS = "its prompt holds embeddings, which processors cannot read"
+"""Reason of a request whose prompt is not known as tokens."""
 
 
 @dataclass(eq=False)

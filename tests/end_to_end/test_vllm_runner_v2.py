@@ -69,6 +69,10 @@ def test_calls_begin_early_with_synchronous_scheduling(ran: Any) -> None:
     assert ran["steps"]["asynchronous"]["early"] == [0] * 7
 
 
+def test_prompt_of_embeddings_ends_its_request(ran: Any) -> None:
+    assert ran["embeddings"] == [[11, FAULT], [12]]
+
+
 def test_unsupported_configurations(ran_newest: Any) -> None:
     *options, changed = ran_newest["refused"]
     assert [option.split(": it needs")[0] for option in options] == [

@@ -182,12 +182,15 @@ class GPUModelRunner:
         assert sort_batch_req_ids(counts, {}, self.decode_query_len) == list(lengths)
 
 
-def request(req_id: str, prompt: list[int], output: list[int] | None = None, **params: Any) -> Any:
+def request(
+    req_id: str, prompt: list[int], output: list[int] | None = None, embeds: torch.Tensor | None = None, **params: Any
+) -> Any:
     """Return a fake of vLLM's `NewRequestData` with the attributes that are read."""
     xargs = {"custom_logit_processor": json.dumps({"source": SOURCE, "class_name": "Sees"})}
     return SimpleNamespace(
         req_id=req_id,
         prompt_len=len(prompt),
+        prompt_embeds=embeds,
         prefill_token_ids=prompt + (output or []),
         num_computed_tokens=0,
         sampling_params=SamplingParams(max_tokens=20, extra_args={**xargs, "custom_params": json.dumps(params)}),
@@ -256,6 +259,12 @@ def run(runner: GPUModelRunner) -> list[list[int]]:
     return steps
 
 
+def run_with_embeddings(runner: GPUModelRunner) -> list[list[int]]:
+    """Run a request whose prompt consists of embeddings, beside another one. vLLM's buffers have zeros for them."""
+    new = [request("a", [0, 0], embeds=torch.ones(2, 8)), request("b", [5])]
+    return [runner.step(new, {"b": 1, "a": 2}), runner.step([], {"b": 2})]
+
+
 def run_with_drafts(runner: GPUModelRunner) -> list[dict[str, list[int]]]:
     """Run requests with draft tokens: right, wrong, both, none, and after an error behind an accepted one."""
     runner.step([request("a", [1, 2]), request("b", [3])], {"b": 1, "a": 2})
@@ -295,13 +304,14 @@ def main() -> None:
         early = count_early_calls()
         tokens = run(GPUModelRunner(config(async_scheduling=scheduling == "asynchronous")))
         steps[scheduling] = {"tokens": tokens, "early": early.copy()}
+    embeddings = run_with_embeddings(GPUModelRunner(config()))
     drafts: Any = None
     speculation = SimpleNamespace(rejection_sample_method="standard")
     if REACHES_DRAFTS:
         drafts = run_with_drafts(GPUModelRunner(config(speculative_config=speculation)))
     else:
         drafts = refusal(GPUModelRunner, config(speculative_config=speculation))
-    json.dump({"refused": refused, "steps": steps, "drafts": drafts}, sys.stdout)
+    json.dump({"refused": refused, "steps": steps, "embeddings": embeddings, "drafts": drafts}, sys.stdout)
 
 
 if __name__ == "__main__":

@@ -133,12 +133,14 @@ class Runner:
         batch = ShippedBatch(model, torch.device("cpu"), processors, requests, FAULT, ranks)
         self.slots = SlotBatch(self.buffers, requests, batch, reads=ranks.is_first, has_drafts=has_drafts)
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, *, holds_embeddings: bool = False) -> None:
         slot = request.slot = self.free.pop()
         request.prefill_len, request.computed = len(request.tokens), 0
         self.buffers.prompt_len.np[slot] = len(request.prompt)
         self.buffers.prefill_len.np[slot] = request.prefill_len
-        has_processors = self.slots.add_request(slot, request.req_id, params_of(request.processor))
+        has_processors = self.slots.add_request(
+            slot, request.req_id, params_of(request.processor), holds_embeddings=holds_embeddings
+        )
         assert has_processors is (request.processor is not None)
         self.buffers.all_token_ids.gpu[slot] = 0
         self.buffers.all_token_ids.gpu[slot, : request.prefill_len] = torch.tensor(request.tokens)
@@ -311,6 +313,23 @@ def started(runner: Runner, req_id: str = "r", processor: str = "a") -> Request:
 def is_ended(row: torch.Tensor) -> bool:
     """Return True if only the fault token is left."""
     return torch.equal(row.isfinite().nonzero().flatten(), torch.tensor([FAULT]))
+
+
+def test_prompt_of_embeddings_ends_its_request() -> None:
+    """Also after it was preempted. Another one beside it continues."""
+    recorder = Recorder()
+    runner = Runner(recorder)
+    request, other = Request("r", "a", [0, 0]), Request("other", "a", [1])
+    runner.add(request, holds_embeddings=True)
+    runner.add(other)
+    logits = runner.step([(request, 2), (other, 1)], torch.zeros(2, VOCAB))
+    assert is_ended(logits[0])
+    assert torch.equal(logits[1], expected_logits(other, torch.zeros(VOCAB)))
+    runner.commit(request, 5)
+    runner.remove(request)
+    runner.add(request, holds_embeddings=True)
+    assert is_ended(runner.step([(request, 3)], torch.zeros(1, VOCAB))[0])
+    assert recorder.seen.keys() == {"other"}
 
 
 def test_calls_begin_before_the_logits_exist() -> None:
