@@ -1,4 +1,4 @@
-"""The shipped processors in vLLM's persistent batch, for its model runner V1.
+"""The shipped processors in vLLM's persistent batch. Model runner V1 drives it itself, V2 through `SlotBatch`.
 
 `ShippedProcessors` calls the processors. `ShippedBatch` decides which rows take part in a step, and how a request ends.
 
@@ -51,6 +51,8 @@ class ShippedBatch:
     """Runs the processors of the batch's requests, each on its own rows.
 
     Args:
+        model: the model.
+        device: the device of the logits.
         processors: loads the requests' processors; None on ranks that run none.
         runner_requests: looks up requests in the model runner.
         fault_token: the token that ends a request whose processor failed.
