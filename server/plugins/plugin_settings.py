@@ -23,6 +23,8 @@ class PluginSettings:
     """The start of the variables' names, of the engine."""
     readers: ClassVar[Mapping[str, Callable[[str], Any]]]
     """Functions that read the value of each variable."""
+    secrets: ClassVar[frozenset[str]] = frozenset()
+    """Settings whose values are not shown."""
 
     processor_isolation: Literal["sandbox", "none"] = "sandbox"
     max_processor_size: int = ServerConfig.max_processor_size
@@ -63,7 +65,8 @@ class PluginSettings:
             try:
                 values[name] = read(text.strip())
             except ValueError as error:
-                raise ValueError(f"{variable}: {error}, not {text!r}") from None
+                shown = "" if name in cls.secrets else f", not {text!r}"
+                raise ValueError(f"{variable}: {error}{shown}") from None
         settings = cls(**values)
         settings.allowed_digests  # noqa: B018  # reads the file now, so that its errors show at start
         return settings

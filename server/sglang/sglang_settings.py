@@ -21,6 +21,7 @@ class SglangSettings(PluginSettings):
 
     prefix = "LOGITSHIP_SGLANG_"
     readers = {"shipping_api_key": _keys, **SHARED_READERS}  # noqa: RUF012  # declared in the base
+    secrets = frozenset({"shipping_api_key"})
 
     shipping_api_key: Sequence[str] = field(default=(), repr=False)
     """Keys that may ship code. Empty: everybody may who may generate."""
