@@ -50,7 +50,7 @@ class AllowedTokens:
 
     def keep_mask(self, words: Words) -> None:
         """Forbid the tokens that are not set in a mask, int32 [at least vocab / 32], which is not edited later."""
-        self._masks.append(words)
+        self._masks.append(words[: (self._vocab_size + 31) >> 5])
 
     def forbid(self, token_ids: Iterable[int]) -> None:
         """Forbid tokens."""
@@ -93,7 +93,7 @@ class AllowedTokens:
         """Return the tokens that all masks allow; None if they are so many that more than `count` are left."""
         if not self._masks:
             return None
-        words = reduce(np.bitwise_and, self._masks)[: (self._vocab_size + 31) >> 5]
+        words = reduce(np.bitwise_and, self._masks)
         used = words.nonzero()[0]
         # One word for each token that is forbidden otherwise, one for the end of the vocabulary, and for what is left.
         if len(used) > len(self._forbidden) + 1 + count:

@@ -59,6 +59,14 @@ def test_mask_of_a_padded_vocabulary(padding: int) -> None:
     assert allowed.single() == 8
 
 
+def test_masks_of_different_lengths() -> None:
+    """The mask of a grammar is as long as the tokenizer's vocabulary, which may be larger than the model's."""
+    allowed = AllowedTokens(VOCAB)
+    allowed.keep_mask(mask_of([5, 8, VOCAB + 40], VOCAB + 60))
+    allowed.keep_mask(mask_of([8, 9], VOCAB))
+    assert allowed.single() == 8
+
+
 @given(tokens)
 def test_mask_has_a_bit_for_each_token(token_ids: set[int]) -> None:
     words = mask_of(token_ids, VOCAB)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import math
 import random
@@ -23,6 +24,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.forward_pass import StepLogits
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.requests.messages import GenerationChunk, GenerationRequest, ProcessorRequest
+from logitship.server.tokenizer import Tokenizer
 
 BuildEngine = Callable[..., AsyncEngine]
 
@@ -304,6 +306,18 @@ def test_guesses_of_a_grammar_are_verified(
     )
     assert found.text in ("the delivery is late", "the delay")
     assert found.num_forced >= 5
+
+
+def test_tokenizer_with_more_tokens_than_logits(make_engine: BuildEngine, loaded_model: LoadedModel) -> None:
+    """The masks of a grammar are longer there than that of the allowed tokens."""
+    larger = copy.deepcopy(loaded_model.tokenizer.hf_tokenizer)
+    larger.add_tokens([f"<extra_{number}>" for number in range(60)])
+    engine = make_engine(replace(loaded_model, tokenizer=Tokenizer(larger)))
+    sampling = SamplingParams(max_tokens=40, eos_token_ids=frozenset({EOS}), allowed_token_ids=list(range(250)))
+    request = replace(forcing("fill"), processors=(named("grammar", regex="[ab]{3}late"),), sampling_params=sampling)
+    found = alone(engine, request)
+    assert re.fullmatch("[ab]{3}late", found.text)
+    assert found.num_forced >= 4
 
 
 @pytest.mark.parametrize(
