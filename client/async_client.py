@@ -76,7 +76,7 @@ class AsyncClient:
             timeout=timeout,
             transport=transport,
         )
-        self._dialect = ServerDialect(dialect)
+        self._dialect = ServerDialect(dialect, self._http.base_url.netloc.decode("ascii"))
         self._retries = RetryPolicy(max_retries)
         self._sleep = sleep
 

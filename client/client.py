@@ -89,7 +89,7 @@ class Client:
             timeout=timeout,
             transport=transport,
         )
-        self._dialect = ServerDialect(dialect)
+        self._dialect = ServerDialect(dialect, self._http.base_url.netloc.decode("ascii"))
         self._retries = RetryPolicy(max_retries)
         self._sleep = sleep
 

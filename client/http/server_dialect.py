@@ -23,7 +23,8 @@ from logitship.client.errors import (
 )
 
 from .http_requests import HttpRequest, get
-from .sglang_handshake import NOT_ENABLED, PROBE_BODY, SglangPlugin, translate_for_plugin
+from .sglang_handshake import NOT_ENABLED, PROBE_BODY, SglangPlugin
+from .sglang_requests import has_several, translate_for_sglang
 from .vllm_handshake import PROBE, PluginInfo
 from .vllm_requests import has_processors, translate_for_vllm
 
@@ -45,19 +46,22 @@ class ServerDialect:
     Safe to share between threads: two that probe at the same time get the same result.
 
     Args:
-        kind: the server; `auto`: detect it. `logitship` and `sglang` accept the same requests.
+        kind: the server; `auto`: detect it.
+        address: host and port of the server, for warnings.
 
     Raises:
         ValueError: `kind` is unknown.
     """
 
-    def __init__(self, kind: ServerKind) -> None:
+    def __init__(self, kind: ServerKind, address: str) -> None:
         if kind not in get_args(ServerKind):
             raise ValueError(f"dialect: expected one of {', '.join(get_args(ServerKind))}, not {kind!r}")
         self._kind = kind
+        self._address = address
         self._plugin: PluginInfo | None = None
-        self._asks_sglang = False
-        self._sglang_plugin: SglangPlugin | None = None
+        self._is_detected = kind == "auto"
+        self._has_sglang_plugin: bool | None = None
+        """True if SGLang runs logitship's plugin; None: not known yet."""
         self._limit: float | None = None
         """Most bytes of a processor string; None: not known yet."""
 
@@ -67,12 +71,14 @@ class ServerDialect:
         A request without processors for OpenAI's routes is the same on all servers.
         """
         uses_processors = has_processors(request)
-        traced = isinstance(request.json, Mapping) and "trace" in request.json  # vLLM would ignore it
+        traced = isinstance(request.json, Mapping) and "trace" in request.json  # vLLM and SGLang would ignore it
         if self._kind == "auto" and (uses_processors or traced or request.path == "/generate"):
             return _MODELS_PROBE
         if self._kind == "vllm" and uses_processors and self._plugin is None:
             return _plugin_probe(request)
-        if self._asks_sglang and uses_processors:
+        # If the caller said that it is SGLang, one processor, which is sent as it is, is no reason to ask.
+        needs_plugin = (uses_processors and self._is_detected) or has_several(request)
+        if self._kind == "sglang" and needs_plugin and self._has_sglang_plugin is None:
             return _SGLANG_PROBE
         is_large = request.largest is not None and request.largest.size > _MIN_LIMIT
         if is_large and self._kind == "auto":
@@ -97,12 +103,10 @@ class ServerDialect:
         """
         if probe is _MODELS_PROBE:
             self._kind = _parse_kind(response)
-            self._asks_sglang = self._kind == "sglang"
         elif probe is _LIMIT_PROBE:
             self._limit = _parse_limit(response)
         elif probe is _SGLANG_PROBE:
-            self._asks_sglang = False
-            self._sglang_plugin = _parse_sglang_plugin(response)
+            self._has_sglang_plugin = _parse_sglang_plugin(response, self._address)
         else:
             self._plugin = _parse_plugin(response)
 
@@ -117,8 +121,10 @@ class ServerDialect:
             message = request.largest.message(self._limit)
             if message is not None:
                 raise ProcessorSerializationError(message)
+        if self._kind == "sglang":
+            return translate_for_sglang(request, has_plugin=bool(self._has_sglang_plugin))
         if self._kind != "vllm" or request.path.startswith("/v1/processors"):
-            return translate_for_plugin(request) if self._sglang_plugin is not None else request
+            return request
         translated = translate_for_vllm(request)
         if self._plugin is not None and has_processors(request):
             return replace(translated, fault_token=self._plugin.fault_token)
@@ -173,17 +179,19 @@ def _parse_plugin(response: bytes | APIStatusError) -> PluginInfo:
     )
 
 
-def _parse_sglang_plugin(response: bytes | APIStatusError) -> SglangPlugin | None:
-    """Return the plugin's reply. Warn if there is none, and the server would unpickle a processor."""
+def _parse_sglang_plugin(response: bytes | APIStatusError, address: str) -> bool:
+    """Return whether the plugin replied. Warn if it did not, and the server would unpickle a processor."""
     if isinstance(response, BadRequestError):
-        plugin = SglangPlugin.from_message(response.message)
-        if plugin is not None or NOT_ENABLED in response.message:
-            return plugin
+        if SglangPlugin.from_message(response.message) is not None:
+            return True
+        if NOT_ENABLED in response.message:
+            return False
     elif isinstance(response, APIStatusError):
         raise response
+    # Python shows a text once, whatever the server: so it has the address.
     warnings.warn(
-        "this SGLang unpickles processors in its own processes, where everybody who may send requests can run code, "
-        "and a class that raises ends the server: install logitship's plugin there (docs/sglang.md)",
+        f"the SGLang at {address} unpickles processors in its own processes, where everybody who may send requests can "
+        "run code, and a class that raises ends the server: install logitship's plugin there (docs/sglang.md)",
         stacklevel=2,
     )
-    return None
+    return False

@@ -7,11 +7,9 @@ at the processor before that, and replies in the error message.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
 import orjson
-
-from .http_requests import HttpRequest
 
 PROBE = '{"name": "logitship:about"}'
 """The `custom_logit_processor` of the probe."""
@@ -51,13 +49,3 @@ class SglangPlugin:
             return cls(bool(orjson.loads(reply)["speculates"]))
         except (orjson.JSONDecodeError, KeyError, TypeError):
             return None
-
-
-def translate_for_plugin(request: HttpRequest) -> HttpRequest:
-    """Put several processors where the plugin expects them: SGLang has a field for one."""
-    body = request.json
-    if not isinstance(body, dict) or not isinstance(body.get("logits_processors"), list):
-        return request
-    others = {name: value for name, value in body.items() if name != "logits_processors"}
-    processors = orjson.dumps(body["logits_processors"]).decode()
-    return replace(request, json={**others, "custom_logit_processor": processors})

@@ -167,7 +167,7 @@ def test_several_processors_for_sglang_are_one_string(call: AnyClient) -> None:
 
 def test_sglang_without_plugin_is_warned_about(call: AnyClient) -> None:
     server = FakeServer("sglang", plugin=False)
-    with pytest.warns(UserWarning, match="unpickles processors in its own processes"):
+    with pytest.warns(UserWarning, match="the SGLang at server unpickles processors in its own processes"):
         answers = call(server, *ONE_OF_EACH)
     assert [answer.text for answer in answers] == ["Hi"] * 3
 
@@ -175,6 +175,34 @@ def test_sglang_without_plugin_is_warned_about(call: AnyClient) -> None:
 def test_sglang_that_takes_no_processors_is_not_warned_about(call: AnyClient) -> None:
     server = FakeServer("sglang", plugin=False, refusal=f"The server is {NOT_ENABLED}. Please set …")
     assert call(server, ONE_OF_EACH[0])[0].text == "Hi"
+
+
+@pytest.mark.parametrize("plugin", [False, True])
+def test_given_sglang_is_only_asked_about_several_processors(call: AnyClient, plugin: bool) -> None:
+    """Without the plugin, it would ignore them."""
+    server = FakeServer("sglang", plugin=plugin, refusal=f"The server is {NOT_ENABLED}. Please set …")
+    entries = [{"processor": SHIPPED}, {"processor": SHIPPED}]
+    calls = [ONE_OF_EACH[0], ("generate", "Hi", {"logits_processors": entries})]
+    if plugin:
+        call(server, *calls, dialect="sglang")
+        assert server.paths == ["/generate"] * 3
+        assert [body["custom_logit_processor"] for body in server.bodies[:2]] == [SHIPPED, PROBE]
+        assert orjson.loads(server.bodies[2]["custom_logit_processor"]) == entries
+    else:
+        with pytest.raises(ValueError, match="only SGLang with logitship's plugin runs several processors"):
+            call(server, *calls, dialect="sglang")
+        assert [body["custom_logit_processor"] for body in server.bodies] == [SHIPPED, PROBE]
+
+
+def test_each_sglang_without_plugin_is_warned_about() -> None:
+    """Python shows the same text once."""
+    for address in ("one", "two:8000"):
+        transport = httpx.MockTransport(FakeServer("sglang", plugin=False))
+        with (
+            Client(f"http://me:secret@{address}", transport=transport) as client,
+            pytest.warns(UserWarning, match=f"^the SGLang at {address} unpickles"),
+        ):
+            client.generate("Hi", processor=SHIPPED)
 
 
 def test_fault_inside_sglang_has_its_traceback(call: AnyClient) -> None:
@@ -295,6 +323,22 @@ def test_failed_probe_is_repeated(status: int, error: type[Exception]) -> None:
             client.completions("Hi", processor=SHIPPED)
         assert client.completions("Hi", processor=SHIPPED).text == "Hi"
     assert server.paths == ["/v1/models", "/v1/completions", "/v1/completions"]
+
+
+@pytest.mark.parametrize(("status", "error"), [(401, AuthenticationError), (503, ServerBusyError)])
+def test_failed_probe_of_sglang_is_repeated(status: int, error: type[Exception]) -> None:
+    server = FakeServer("sglang")
+    refusals = [httpx.Response(status, json={"error": {"message": "not now"}})]
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        return refusals.pop() if refusals and request.url.path == "/generate" else server(request)
+
+    with Client("http://server", transport=httpx.MockTransport(handler), max_retries=0) as client:
+        with pytest.raises(error, match="not now"):
+            client.generate("Hi", processor=SHIPPED)
+        assert client.generate("Hi", processor=SHIPPED).text == "Hi"
+    assert server.paths == ["/v1/models", "/generate", "/generate"]
+    assert [body.get("custom_logit_processor") for body in server.bodies] == [None, PROBE, SHIPPED]
 
 
 def test_unrelated_vllm_error_is_raised(call: AnyClient) -> None:
