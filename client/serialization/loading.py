@@ -76,7 +76,8 @@ def instantiate(cls: type[T]) -> T:
     name = class_name(cls)
     with _explained(f"{name} raised when it was created"):
         try:
-            signature_of(cls).bind()
+            with contextlib.suppress(ValueError):  # as in `serialize`
+                signature_of(cls).bind()
         except TypeError as error:
             raise ProcessorLoadError(
                 f"{name} cannot be created without arguments: {error_message(error)}. Take the values from "

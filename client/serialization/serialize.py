@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import sys
 from importlib.metadata import version
@@ -107,7 +108,8 @@ def _check_processor(cls: type[ProcessorBase]) -> None:
     if mistake := signature_mistake(cls):
         raise ProcessorSerializationError(f"class {cls.__qualname__} cannot be called by a server: {mistake}")
     try:
-        signature_of(cls).bind()
+        with contextlib.suppress(ValueError):  # classes that derive from some of those written in C have no signature
+            signature_of(cls).bind()
     except TypeError as error:
         raise ProcessorSerializationError(
             f"class {cls.__qualname__} cannot be created without arguments ({error}): the server creates the instance. "

@@ -325,6 +325,17 @@ def test_class_with_required_arguments_is_refused() -> None:
         Needy.to_str()
 
 
+@pytest.mark.parametrize("base", [dict, Exception])
+def test_class_without_signature(base: type) -> None:
+    """Python has none for some classes written in C."""
+
+    class WithoutSignature(Plain, base):  # type: ignore[misc]
+        pass
+
+    loaded = instantiate(load_class(serialize(WithoutSignature)))
+    assert loaded(torch.zeros(1, 1)).shape == (1, 1)
+
+
 def test_non_dict_schema_is_refused() -> None:
     class BadSchema(Plain):
         params_schema = ["token_id"]  # noqa: RUF012
