@@ -10,10 +10,11 @@ This module imports dill; `source_capture.py` imports it only when it has captur
 from __future__ import annotations
 
 import io
+import random
 import sys
 import types
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from logitship.client.errors import ProcessorLoadError, ProcessorSerializationError
@@ -46,10 +47,18 @@ def is_equivalent(source: SourceProcessor, originals: Mapping[str, Any], own_pac
         return False
 
 
-def _preserved_random_state() -> AbstractContextManager[Any]:
-    """Restore torch's random state: serializing must not change the author's next random numbers."""
-    torch = sys.modules.get("torch")
-    return torch.random.fork_rng(devices=[]) if torch is not None else nullcontext()
+@contextmanager
+def _preserved_random_state() -> Iterator[None]:
+    """Restore all global random states: serializing must not change the author's next random numbers."""
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy.random")
+    state, numpy_state = random.getstate(), None if numpy is None else numpy.get_state(legacy=False)
+    try:
+        with nullcontext() if torch is None else torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(state)
+        if numpy is not None:
+            numpy.set_state(numpy_state)
 
 
 def _fingerprint(value: Any, own_packages: frozenset[str]) -> bytes:
