@@ -44,6 +44,9 @@ _WRAPS = "_wraps"
 _WRAPPED_OBJECT = "WRAPPED"
 _REDUCTIONS = ("__reduce__", "__reduce_ex__")
 
+_MAX_INT_BITS = 2048
+"""Longest literal integer. Python refuses to write or read more than 640 digits if it is told to, 4,300 by default."""
+
 
 def capture_source(
     cls: type, own_packages: frozenset[str] = frozenset(), *, artifact_size: int | None = None
@@ -299,6 +302,9 @@ class _ModuleBuilder:
             raise NoSource
         if not self._is_own(module_name):
             self.imports.add(f"from {module_name} import {original}" + ("" if original == name else f" as {name}"))
+        elif original not in vars(module):  # the module's `__getattr__` found it
+            del self.values[name]
+            self.add_object(name, value)
         elif original == name:
             del self.values[name]
             self._add_global(name, Scope(vars(module)))
@@ -369,4 +375,6 @@ def _is_literal(value: Any) -> bool:
         return all(map(_is_literal, value)) and all(map(_is_literal, value.values()))
     if type(value) is float:
         return math.isfinite(value)
-    return value is None or type(value) in (bool, int, str, bytes)
+    if type(value) is int:
+        return value.bit_length() <= _MAX_INT_BITS
+    return value is None or type(value) in (bool, str, bytes)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,7 +108,10 @@ def test_multiline_strings_keep_indentation() -> None:
     assert load_class(source).text == Quoting.text  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("value", [float("inf"), {1, 2}, torch.tensor([1.0, 2.0]), b"bytes", ("a", [1, {"b": None}])])
+@pytest.mark.parametrize(
+    "value",
+    [float("inf"), {1, 2}, torch.tensor([1.0, 2.0]), b"bytes", ("a", [1, {"b": None}]), 1 << 2047, [-(10**5000)]],
+)
 def test_captured_constants_are_equal(value: Any, make_processor: Callable[[Any], type[CustomLogitProcessor]]) -> None:
     source, _ = capture_source(make_processor(value))
     assert source is not None
@@ -130,16 +138,44 @@ def make_processor() -> Callable[[Any], type[CustomLogitProcessor]]:
 def test_random_weights_have_no_source() -> None:
     class Random(CustomLogitProcessor):
         head = torch.nn.Linear(2, 2)
+        shift = random.random() + np.random.random()
 
         def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
-            return self.head(logits).detach()  # type: ignore[no-any-return]
+            return self.head(logits).detach() + self.shift  # type: ignore[no-any-return]
 
-    before = torch.random.get_rng_state()
+    def states() -> list[Any]:
+        return [torch.random.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())]
+
+    before = states()
     assert capture_source(Random)[0] is None
-    assert torch.equal(torch.random.get_rng_state(), before)
+    assert states() == before
     logits = torch.ones(1, 2)
     loaded = instantiate(load_class(parse_pickled(Random.to_str())))
     assert torch.equal(loaded(logits), Random()(logits))
+
+
+USES_LAZY_PACKAGE = """
+from lazy_package import double, FACTOR as factor
+from logitship import CustomLogitProcessor
+
+class Doubling(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        return double(logits) * factor
+"""
+
+
+def test_name_that_only_the_modules_getattr_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "lazy_package.py").write_text(
+        "def __getattr__(name):\n    import lazy_helpers\n    return getattr(lazy_helpers, name)\n"
+    )
+    (tmp_path / "lazy_helpers.py").write_text("FACTOR = 3\ndef double(x):\n    return 2 * x\n")
+    (tmp_path / "uses_lazy_package.py").write_text(USES_LAZY_PACKAGE)
+    monkeypatch.syspath_prepend(tmp_path)
+    string = parse_pickled(import_module("uses_lazy_package").Doubling.to_str())
+    assert string.source is not None
+    assert instantiate(load_class(string.source))(torch.ones(1, 1)).tolist() == [[6.0]]
+    for name in ("lazy_package", "lazy_helpers", "uses_lazy_package"):
+        sys.modules.pop(name)
 
 
 def test_source_that_raises_is_dropped() -> None:
