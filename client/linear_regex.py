@@ -6,9 +6,11 @@ pydantic. What needs backtracking (lookaround, references to groups, atomic grou
 
 What differs, all of it rare:
 
-- For `\b`, superscripts do not belong to words, and combining marks do.
-- Under `(?i)`, the dotless ı and the dotted İ are no cases of i; under `(?ia)`, the Kelvin sign is one of k.
-- Nothing that takes a character follows `$`, also where that is the line feed at the end of the text.
+- For `\b` and `\B`, superscripts do not belong to words, and combining marks do. `\B` is found in an empty text, where
+  Python finds it from version 3.14 on.
+- Under `(?i)`, the dotless ı and the dotted İ are no cases of i, and `\w` is found in the combining iota, U+0345. Under
+  `(?ia)`, the case of letters outside ASCII is ignored too: é is found in É, k in the Kelvin sign, and s in ſ.
+- Without `(?m)`, `$` takes the line feed at the end of the text: what follows in the pattern is matched after it.
 - Characters that are newer than Python's edition of Unicode have the classes of the newer one.
 """
 

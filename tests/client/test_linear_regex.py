@@ -35,6 +35,31 @@ def test_matches_are_those_of_re(pattern: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("pattern", "text"),
+    [
+        (r"\w\b²", "a²"),
+        (r"\b\u0301", "a\u0301"),
+        ("(?i)ı", "i"),
+        ("(?i)İ", "i"),
+        (r"(?i)\w", "\u0345"),
+        ("(?ia)é", "É"),
+        ("(?ia)k", "\u212a"),
+        ("(?ia)s", "ſ"),
+        (r"a$\n", "a\n"),
+        (r"a$\Z", "a\n"),
+        (r"a$\b", "a\n"),
+        ("$^", "\n"),
+    ],
+)
+def test_documented_differences(pattern: str, text: str) -> None:
+    assert LinearRegex(pattern).is_found_in(text) != bool(re.search(pattern, text))
+
+
+def test_no_boundary_is_found_in_an_empty_text() -> None:
+    assert LinearRegex(r"\B").is_found_in("")
+
+
+@pytest.mark.parametrize(
     ("pattern", "reason"),
     [
         ("(?=a)", "lookahead and lookbehind are not supported"),
