@@ -278,7 +278,9 @@ def _pickled(data: dict[str, Any]) -> PickledProcessor:
 
 def _artifacts(about: dict[str, Any]) -> tuple[Artifact, ...]:
     """Read the digests of the artifacts that the pickle refers to."""
-    digests = about.get("artifacts", [])
+    digests = about.get("artifacts")
+    if digests is None:
+        return ()
     if not isinstance(digests, list) or len(digests) > MAX_ARTIFACTS:
         raise ProcessorLoadError(f"'logitship.artifacts' is not a list of at most {MAX_ARTIFACTS} digests")
     for digest in digests:
@@ -291,8 +293,13 @@ def _artifacts(about: dict[str, Any]) -> tuple[Artifact, ...]:
 
 def _shared(about: dict[str, Any], payload: bytes) -> Iterator[Artifact]:
     """Read the parts of the pickle that `captured` refers to: offsets and lengths."""
+    if about.get("shared") is None:
+        return
+    parts = _text(about, "shared").split(" ", MAX_ARTIFACTS)
+    if len(parts) > MAX_ARTIFACTS:
+        raise ProcessorLoadError(f"'logitship.shared' has more than {MAX_ARTIFACTS} parts")
     left = len(payload)  # else each part could be all of it
-    for part in _text(about, "shared").split(" ")[:MAX_ARTIFACTS] if "shared" in about else ():
+    for part in parts:
         match = _PART.fullmatch(part)
         if match is None:
             raise ProcessorLoadError("'logitship.shared' is not a text of offsets and lengths such as '120:4000'")
@@ -336,7 +343,7 @@ def _hex(data: dict[str, Any], key: str) -> bytes:
 
 
 def to_text(string: ProcessorString) -> str:
-    """Write a processor string: `parse(to_text(string)) == string`.
+    """Write a processor string. `parse` reads the same code from it, and a `params_schema` as it is in JSON.
 
     Raises:
         ValueError: a source form with captured values, which the wire format lacks.

@@ -140,11 +140,19 @@ def test_tampered_parts_give_other_digests() -> None:
         ({"source": "x", "name": "A", "shared": "1"}, "'logitship.shared' is not a text of offsets and lengths"),
         ({"source": "x", "name": "A", "shared": "0:1 0:1"}, "'logitship.shared' has more bytes than 'callable'"),
         ({"source": "x", "name": "A", "shared": 3}, "'shared' is missing, empty or not a string"),
+        ({"source": "x", "name": "A", "shared": " ".join(["0:0"] * 101)}, "'logitship.shared' has more than 100 parts"),
     ],
 )
 def test_malformed_strings(about: dict[str, Any], message: str) -> None:
     with pytest.raises(ProcessorLoadError, match=message):
         parse(json.dumps({"callable": "80", "logitship": {"v": 1, **about}}))
+
+
+def test_null_is_no_artifact() -> None:
+    about = {"v": 1, "source": "x", "name": "A", "shared": None, "artifacts": None}
+    string = parsed(json.dumps({"callable": "80", "logitship": about}))
+    assert string.source is not None
+    assert (string.artifacts, string.source.artifacts) == ((), ())
 
 
 @pytest.mark.parametrize("data", [torch.tensor([[1.0, 2.0]]), np.array([1.0, 2.0], np.float32), b"\0\0\x80?\0\0\0@"])
