@@ -35,7 +35,9 @@ def check_base_url(base_url: str) -> str:
 
 def client_headers(api_key: str | None, headers: Mapping[str, str] | None) -> httpx.Headers:
     """Return the headers of every request. Those of the caller replace the client's, whatever their case."""
-    merged = httpx.Headers({} if api_key is None else {"authorization": f"Bearer {api_key}"})
+    # httpx would encode text as ASCII. Surrogates stand for bytes of an environment variable that are not UTF-8.
+    key = None if api_key is None else f"Bearer {api_key}".encode(errors="surrogateescape")
+    merged = httpx.Headers({} if key is None else {b"authorization": key})
     merged.update(headers)
     return merged
 

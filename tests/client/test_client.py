@@ -449,6 +449,12 @@ def test_api_key_and_headers_are_sent() -> None:
     assert server.requests[0].url.path == "/prefix/generate"
 
 
+def test_api_key_is_sent_as_utf8() -> None:
+    server = FakeServer(ok(ANSWER))
+    Client(dialect="logitship", api_key="ké€", transport=httpx.MockTransport(server)).generate("Hi")
+    assert (b"authorization", "Bearer ké€".encode()) in server.requests[0].headers.raw
+
+
 def test_authorization_header_replaces_the_api_key() -> None:
     server = FakeServer(ok(ANSWER))
     headers = {"Authorization": "Bearer mine"}
