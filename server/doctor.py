@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import httpx
 
 from logitship.client.http.error_responses import parse_error_body
-from logitship.client.http.sglang_handshake import NOT_ENABLED, PROBE_BODY, SglangPlugin
+from logitship.client.http.sglang_handshake import NOT_ENABLED, PROBE_BODY, TOKENS_REFUSED, SglangPlugin
+from logitship.client.http.transport import client_headers
 
 TIMEOUT = 30.0
 """Seconds. The server may be busy."""
@@ -62,26 +62,38 @@ def diagnose(http: httpx.Client) -> Diagnosis:
     if answer.status_code != httpx.codes.BAD_REQUEST:
         answer.raise_for_status()
         raise httpx.HTTPError(f"the server answered {answer.status_code}, which no SGLang does")
-    error = parse_error_body(answer.json())
+    error = parse_error_body(_json(answer))
     message = "" if error is None else error.message
     plugin = SglangPlugin.from_message(message)
-    return Diagnosis(_version(http), plugin, plugin is not None or NOT_ENABLED not in message)
+    takes_processors = plugin is not None or TOKENS_REFUSED in message
+    if not takes_processors and NOT_ENABLED not in message:
+        raise httpx.HTTPError("the server answered 400 without a message that SGLang has for it")
+    return Diagnosis(_version(http), plugin, takes_processors)
+
+
+def _json(answer: httpx.Response) -> object:
+    """Return the body; None if it is not JSON."""
+    try:
+        body: object = answer.json()
+    except ValueError:
+        return None
+    return body
 
 
 def _version(http: httpx.Client) -> str | None:
     for path in ("/server_info", "/get_server_info"):
         answer = http.get(path)
         if answer.status_code == httpx.codes.OK:
-            info: Any = answer.json()
-            return str(info["version"]) if "version" in info else None
+            info = _json(answer)
+            version = info.get("version") if isinstance(info, dict) else None
+            return version if isinstance(version, str) else None
     return None
 
 
 def run_doctor_command(url: str, api_key: str | None) -> int:
     """Print the report about a server. Return the exit status: 0 if it is safe."""
-    headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     try:
-        with httpx.Client(base_url=url, headers=headers, timeout=TIMEOUT) as http:
+        with httpx.Client(base_url=url, headers=client_headers(api_key, None), timeout=TIMEOUT) as http:
             diagnosis = diagnose(http)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         print(f"{url} does not answer as SGLang does: {error}")

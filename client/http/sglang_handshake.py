@@ -21,6 +21,8 @@ PROBE_BODY = {
 """The probe, a request to `/generate`."""
 NOT_ENABLED = "not configured to enable custom logit processor"
 """Part of SGLang's message where processors are off, so that it unpickles none."""
+TOKENS_REFUSED = "max_new_tokens must be at least 0"
+"""Part of SGLang's message where processors are on, and it is not the plugin that refuses the probe."""
 
 _PREFIX = "logitship plugin for SGLang: "
 

@@ -1,14 +1,20 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import httpx
 import orjson
 import pytest
+from starlette.testclient import TestClient
 
-from logitship.client.http.sglang_handshake import NOT_ENABLED, PROBE_BODY, SglangPlugin
+from logitship.client.http.sglang_handshake import NOT_ENABLED, PROBE_BODY, TOKENS_REFUSED, SglangPlugin
 from logitship.server import cli, doctor
 from logitship.server.doctor import diagnose
+from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.http.app import create_app
+
+BuildEngine = Callable[..., AsyncEngine]
 
 
 def sglang(message: str, status: int = 400) -> Callable[[httpx.Request], httpx.Response]:
@@ -57,20 +63,73 @@ def test_other_servers_are_not_diagnosed(capsys: pytest.CaptureFixture[str]) -> 
     assert "does not answer as SGLang does" in capsys.readouterr().out
 
 
-def test_key_is_sent() -> None:
+@pytest.mark.parametrize("enabled", [True, False])
+def test_own_server_is_not_diagnosed(make_engine: BuildEngine, enabled: bool) -> None:
+    engine = make_engine(enable_custom_logit_processor=enabled)
+    with TestClient(create_app(engine), base_url="http://localhost") as app:
+        refusal = app.post("/generate", json=PROBE_BODY)
+    answer = httpx.MockTransport(lambda request: httpx.Response(refusal.status_code, content=refusal.content))
+    with (
+        httpx.Client(base_url="http://server", transport=answer) as http,
+        pytest.raises(httpx.HTTPError, match="without a message that SGLang"),
+    ):
+        diagnose(http)
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        httpx.Response(400, text="<html>The plain HTTP request was sent to HTTPS port</html>"),
+        httpx.Response(400, content=b"\xff"),
+        httpx.Response(400, json={"detail": "nope"}),
+        httpx.Response(400, json="nope"),
+        httpx.Response(400, json={"error": {"message": "sampling_params.max_new_tokens: must be 0 or greater"}}),
+    ],
+)
+def test_other_refusals_are_not_diagnosed(
+    refusal: httpx.Response, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(lambda request: refusal))
+    monkeypatch.setattr(doctor.httpx, "Client", lambda **options: client)
+    assert cli.main(["doctor", "sglang", "http://server"]) == 2
+    assert "without a message that SGLang has for it" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        httpx.Response(200, text="ok"),
+        httpx.Response(200, json=["version"]),
+        httpx.Response(200, json=None),
+        httpx.Response(200, json={"version": None}),
+        httpx.Response(404),
+    ],
+)
+def test_unknown_version(info: httpx.Response) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return sglang(NOT_ENABLED)(request) if request.url.path == "/generate" else info
+
+    with httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer)) as http:
+        diagnosis = diagnose(http)
+    assert diagnosis.version is None
+    assert diagnosis.is_safe
+
+
+@pytest.mark.parametrize("key", ["secret", "ké€", "not UTF-8: \udcff"])
+def test_key_is_sent(key: str) -> None:
     """`LOGITSHIP_API_KEY` is not visible to other users, as an argument would be."""
-    seen: list[str | None] = []
+    seen: list[bytes] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        seen.append(request.headers.get("authorization"))
-        return sglang("max_new_tokens")(request)
+        seen.extend(value for name, value in request.headers.raw if name == b"authorization")
+        return sglang(TOKENS_REFUSED)(request)
 
     def client(**options: object) -> httpx.Client:
         return real(transport=httpx.MockTransport(answer), **options)  # type: ignore[arg-type]
 
     real = httpx.Client
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LOGITSHIP_API_KEY", "secret")
+        patch.setenv("LOGITSHIP_API_KEY", key)
         patch.setattr(doctor.httpx, "Client", client)
         assert cli.main(["doctor", "sglang", "http://server"]) == 1
-    assert seen == ["Bearer secret", "Bearer secret"]
+    assert seen == [b"Bearer " + os.fsencode(key)] * 2
