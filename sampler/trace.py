@@ -135,12 +135,15 @@ def _snapshot(stage: TraceStage, logits: torch.Tensor) -> Snapshot:
 
 
 def _trace(token_id: int, snapshots: Sequence[Snapshot], top: int) -> RowTrace:
-    logprobs = torch.stack([each.logits for each in snapshots]).log_softmax(dim=-1)
+    logits = torch.stack([each.logits for each in snapshots])
+    logprobs = logits.log_softmax(dim=-1)
+    # A stage is NaN if it forbids every token, or the model returned NaN or +inf. A later one may allow tokens again.
+    logprobs = logprobs.masked_fill(logprobs.isnan(), _NEGATIVE_INFINITY)
     values, token_ids = top_candidates(logprobs, top)
     found = token_ids[~values.isneginf()].tolist()
     of_model = logprobs[0]
     candidates = sorted({token_id, *found}, key=lambda candidate: (-float(of_model[candidate]), candidate))
-    allowed = (~logprobs.isneginf()).sum(dim=-1).tolist()
+    allowed = (logits > _NEGATIVE_INFINITY).sum(dim=-1).tolist()
     stages = [
         replace(
             each.stage,

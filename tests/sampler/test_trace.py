@@ -124,6 +124,21 @@ def test_fewer_allowed_tokens_than_requested() -> None:
     assert trace.stages[1].logprobs[0] is None
 
 
+def test_stage_without_tokens_has_no_candidates(load: Load) -> None:
+    """A processor may allow a token again that the request's parameters forbid."""
+
+    def force_5(logits: torch.Tensor, params: Any) -> torch.Tensor:
+        logits[:, 5] = 1.0
+        return logits
+
+    params = params_with(load(force_5, "Force"), allowed_token_ids=[5], bad_words_token_ids=[[5]], trace=1)
+    (trace,) = sample(torch.arange(8.0)[None], [params]).traces
+    assert trace is not None
+    assert trace.candidates == (7, 5)
+    assert [stage.num_allowed for stage in trace.stages] == [8, 0, 1, 1]
+    assert [stage.logprobs for stage in trace.stages[1:]] == [(None, None), (None, 0.0), (None, 0.0)]
+
+
 def test_mask_appears_before_and_after_other_processors(load: Load) -> None:
     mask = LoadedProcessor("sha256:mask", "Mask", InProcessExecutor({}, MODEL), ban_2, is_mask=True)
     (trace,) = sample(torch.arange(8.0)[None], [params_with(load(double, "Double"), mask)]).traces
