@@ -43,7 +43,7 @@ def _by_property(schema: Mapping[str, Any]) -> list[Params]:
     described = properties.items() if isinstance(properties, Mapping) else ()
     values = {name: _examples(each) for name, each in described if isinstance(each, Mapping)}
     for name in _list(schema.get("required")):
-        if not values.get(name):
+        if isinstance(name, str) and not values.get(name):  # what the schema may not contain is reported later
             raise UsageError(
                 f"params: {name!r} is required by the class's params_schema, which has no example for it: give params "
                 f"""(on the command line: --params '{{"{name}": …}}')"""
@@ -81,25 +81,34 @@ def add_variant(sets: list[Params], runs: Callable[[Params], bool]) -> list[Para
 
 
 def _variants(params: Params) -> Iterator[Params]:
-    yield _varied(params, numbers=True, texts=True)
-    yield _varied(params, numbers=True, texts=False)
-    yield _varied(params, numbers=False, texts=True)
+    yield _varied(params, step=1, texts=True)
+    yield _varied(params, step=1, texts=False)
+    yield _varied(params, step=-1, texts=True)
+    yield _varied(params, step=-1, texts=False)
+    yield _varied(params, step=0, texts=True)
 
 
-def _varied(value: Any, *, numbers: bool, texts: bool) -> Any:
+def _varied(value: Any, *, step: int, texts: bool) -> Any:
+    """Change all numbers and texts in a value.
+
+    Args:
+        value: parameters, or a part of them.
+        step: 1: greater numbers; -1: smaller ones; 0: the same.
+        texts: change texts, too.
+    """
     match value:
         case bool() | None:
             return value
-        case int() if numbers:
-            return value + 1
-        case float() if numbers:
-            return value * 1.25
+        case int():
+            return value + step
+        case float() if step:
+            return value * (1 + step / 4) or 0.5  # which most ranges contain that contain 0
         case str() if texts:
             return _next_letter(value)
         case Mapping():
-            return {key: _varied(item, numbers=numbers, texts=texts) for key, item in value.items()}
+            return {key: _varied(item, step=step, texts=texts) for key, item in value.items()}
         case list() | tuple():
-            return [_varied(item, numbers=numbers, texts=texts) for item in value]
+            return [_varied(item, step=step, texts=texts) for item in value]
     return value
 
 

@@ -24,6 +24,7 @@ from logitship.server.check.check_options import UsageError
         ({"properties": {"kind": {"const": None}}}, [{"kind": None}]),
         ({"properties": ["n"], "examples": 3, "required": "n"}, [{}]),
         (["no schema"], [{}]),
+        ({"required": [["n"], 3]}, [{}]),
     ],
 )
 def test_examples_from_schema(schema: Any, expected: list[dict[str, Any]]) -> None:
@@ -47,6 +48,7 @@ def test_required_parameter_needs_value() -> None:
         ({"token_ids": [3, 30]}, {"token_ids": [4, 31]}),
         ({"letter": "e", "nested": {"bias": 2.0}}, {"letter": "f", "nested": {"bias": 2.5}}),
         ({"text": "fiz", "flag": True, "none": None}, {"text": "fia", "flag": True, "none": None}),
+        ({"bias": 0.0}, {"bias": 0.5}),
         ({"text": "12!"}, None),
         ({}, None),
     ],
@@ -61,6 +63,13 @@ def test_variant_must_be_accepted() -> None:
     assert add_variant([params], lambda each: each["mode"] == "strict") == [params, {"mode": "strict", "n": 2}]
     assert add_variant([params], lambda each: each["n"] == 1) == [params, {"mode": "stricu", "n": 1}]
     assert add_variant([params], lambda _: False) == [params]
+
+
+def test_variant_with_smaller_numbers() -> None:
+    """The first numbers may be the greatest that the class accepts."""
+    params = {"probability": 1.0, "n": 3, "mode": "strict"}
+    smaller = {"probability": 0.75, "n": 2, "mode": "strict"}
+    assert add_variant([params], lambda each: each["n"] <= 3 and each["mode"] == "strict") == [params, smaller]
 
 
 def test_no_variant_of_several_sets() -> None:
