@@ -10,10 +10,10 @@ from types import FunctionType
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization.source.source_text import SourceFile, find_function, source_file
 
-from .vectorize import RowLoopCode
+from .vectorize import OUTSIDE_CLASS, RowLoopCode
 
 _TOKENIZER_CALLS = frozenset(
-    {"batch_decode", "convert_ids_to_tokens", "convert_tokens_to_ids", "decode", "encode", "get_vocab", "tokenizer"}
+    {"batch_decode", "convert_ids_to_tokens", "convert_tokens_to_ids", "decode", "encode", "get_vocab"}
 )
 _MAKERS = frozenset({"arange", "as_tensor", "full", "full_like", "ones", "ones_like", "tensor", "zeros", "zeros_like"})
 _TO_PYTHON = frozenset({"item", "tolist", "numpy", "cpu"})
@@ -56,7 +56,8 @@ def find_row_loops(cls: type[CustomLogitProcessor]) -> list[RowLoop]:
     node = None if file is None else find_function(file, function.__code__)
     if file is None or not isinstance(node, ast.FunctionDef):
         return []
-    class_name = function.__qualname__.split(".")[-2]
+    owner = function.__qualname__.rpartition(".")[0].rpartition(".")[2]
+    class_name = owner if owner.isidentifier() else OUTSIDE_CLASS  # owner: "" or "<locals>", as of `__call__ = edit`
     names = {argument.arg for argument in node.args.args[1:3]}
     logits = node.args.args[1].arg if len(node.args.args) > 1 else ""
     loops = (loop for loop in _loops(node) if _mentions(loop.iter, names))
@@ -96,8 +97,10 @@ def _hints(loop: ast.For, logits: str) -> Iterator[tuple[int, str, str]]:
     rows = {node.id for node in ast.walk(loop.target) if isinstance(node, ast.Name)}
     for node in (inner for statement in loop.body for inner in ast.walk(statement)):
         match node:
+            case ast.Call(func=ast.Attribute(attr="tokenizer")):
+                yield node.lineno, "tokenizer", _TOKENIZER_HINT.format("the tokenizer")
             case ast.Call(func=ast.Attribute(attr=name)) if name in _TOKENIZER_CALLS and _is_tokenizer(node.func):
-                yield node.lineno, "tokenizer", _TOKENIZER_HINT.format(name)
+                yield node.lineno, "tokenizer", _TOKENIZER_HINT.format(f"the tokenizer's {name}()")
             case ast.Call(func=ast.Name(id="len" | "isinstance" | "bool")):
                 pass  # of a history: costs nothing
             case ast.Call(args=[ast.Attribute(attr="output_ids" | "origin_input_ids") as ids, *_]):
@@ -131,7 +134,7 @@ def _is_row_write(target: ast.Subscript, logits: str, rows: set[str]) -> bool:
 
 
 _TOKENIZER_HINT = (
-    "the tokenizer's {}() for each row and step. Look tokens up once, in a table on self; read only the new tokens of "
+    "{} for each row and step. Look tokens up once, in a table on self; read only the new tokens of "
     "the history, and keep your position in __req__.state."
 )
 _HISTORY_HINT = (

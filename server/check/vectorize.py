@@ -16,6 +16,9 @@ import torch
 
 Write: TypeAlias = ast.Assign | ast.AugAssign
 
+OUTSIDE_CLASS = "__"
+"""A class name that leaves the names that begin with two underscores as they are."""
+
 _OPERATORS: dict[type[ast.operator], str] = {
     ast.Add: "+",
     ast.Sub: "-",
@@ -58,7 +61,7 @@ class RowLoopCode:
     """A loop over rows and the method around it.
 
     Attributes:
-        class_name: name of the class that defines the method.
+        class_name: name of the class that defines the method; `OUTSIDE_CLASS` if it is defined outside.
         function: the method.
         loop: the loop.
         logits: name of the method's logits.

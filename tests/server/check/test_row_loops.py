@@ -64,6 +64,25 @@ class Reads(CustomLogitProcessor):
         return logits
 
 
+class Tokenizes(CustomLogitProcessor):
+    tokenizer: Any = None
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or []):
+            logits[row, self.tokenizer(params["text"])] = 0
+        return logits
+
+
+def edit(self: Any, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+    for row, params in enumerate(custom_param_list or []):
+        logits[row, params["token_ids"]] = -torch.inf
+    return logits
+
+
+class Assigned(CustomLogitProcessor):
+    __call__ = edit
+
+
 class NoLoop(CustomLogitProcessor):
     def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
         ids = [token for params in custom_param_list or [] for token in params["token_ids"]]
@@ -84,7 +103,7 @@ def test_loop_location_and_text() -> None:
     assert loop.file == __file__
 
 
-@pytest.mark.parametrize("cls", [Enumerates, Adds, Zips, WholeRows, Masks])
+@pytest.mark.parametrize("cls", [Enumerates, Adds, Zips, WholeRows, Masks, Assigned])
 def test_writes_are_found(cls: type[CustomLogitProcessor]) -> None:
     assert "one write for each row. Collect in the loop, and write once after it." in loop_of(cls).advice
 
@@ -99,6 +118,7 @@ def test_advice_on_other_slow_calls() -> None:
         ["one", "write", "for"],
     ]
     assert "torch.zeros() makes a tensor" in loop_of(Masks).advice
+    assert "the tokenizer for each row and step. Look tokens up once" in loop_of(Tokenizes).advice
 
 
 def test_other_loops_are_not_reported() -> None:

@@ -156,6 +156,22 @@ def test_no_code_that_could_be_wrong(
     assert _advice(cls, recordings) == ""
 
 
+def test_call_defined_outside_its_class(
+    recordings: list[Recording], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (
+        f"{HEAD}__AMOUNT = 1.0\n\n"
+        "def edit(self, logits, custom_param_list=None):\n"
+        "    for r, p in enumerate(custom_param_list):\n"
+        "        logits[r, p['token_ids']] -= __AMOUNT\n"
+        "    return logits\n\n"
+        "class Written(CustomLogitProcessor):\n"
+        "    __call__ = edit\n"
+    )
+    cls = _load(tmp_path / "written_loop.py", text, monkeypatch)
+    assert "logits[rows, columns] -= __AMOUNT" in _advice(cls, recordings)
+
+
 def test_printed_text(recordings: list[Recording], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cls = _load(tmp_path / "written_loop.py", _class_text(*REWRITTEN["subtract a constant"]), monkeypatch)
     assert _advice(cls, recordings).splitlines() == [
