@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import orjson
 from fastapi import Response
@@ -119,9 +119,17 @@ class RunningRequests:
             yield continuation, chunk
 
     async def at_intervals(self) -> AsyncIterator[tuple[Continuation, GenerationChunk]]:
-        """Yield chunks merged by `stream_interval`. The first token and the end are yielded at once, as in vLLM."""
+        """Yield chunks merged by `stream_interval`. The first token and the end are yielded at once, as in vLLM.
+
+        An error may end the whole stream. So what waits of any continuation is yielded before it.
+        """
         waiting: dict[int, list[GenerationChunk]] = {}
         async for continuation, chunk in self:
+            if chunk.finish_reason is not None and chunk.finish_reason.error is not None:
+                for index, chunks in waiting.items():
+                    if chunks:
+                        yield replace(self.continuations[index], finish_reason=None), merge_chunks(chunks)
+                waiting.clear()
             chunks = waiting.setdefault(continuation.index, [])
             chunks.append(chunk)
             interval = self._stream_intervals[continuation.prompt]

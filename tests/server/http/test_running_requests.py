@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import orjson
 import pytest
 
 from logitship.server.http.app import create_app
+from logitship.server.requests.messages import GenerationChunk, GenerationRequest
 
 
 class Caller:
@@ -157,3 +159,20 @@ def test_stream_interval(client: Any, engine: Any, text_script: Any) -> None:
     assert [event["text"] for event in events if event["index"] == 0] == ["H", "Hello there"]
     assert len([event for event in events if event["index"] == 1]) == 12
     assert client.post("/v1/completions", {**body, "stream_interval": 0}).json()["error"]["param"] == "stream_interval"
+
+
+def test_tokens_before_a_fault_are_sent(client: Any, engine: Any, text_script: Any, failing: Any) -> None:
+    def fails_at_the_end(request: GenerationRequest) -> list[GenerationChunk]:
+        chunks = text_script("Hello")(request)
+        end = chunks[-request.num_sequences]
+        fault = replace(end, text="", token_ids=[], finish_reason=failing(request)[-1].finish_reason)
+        return [*chunks[: -request.num_sequences], fault]
+
+    engine.script = fails_at_the_end
+    body = {"prompt": "a", "n": 2, "stream_interval": 100, "return_token_ids": True}
+    *events, fault = client.events("/v1/completions", body)
+    choices = [event["choices"][0] for event in events]
+    assert [(choice["index"], choice["text"]) for choice in choices] == [(0, "H"), (1, "H"), (0, "ello"), (1, "ello")]
+    assert [choice["token_ids"] for choice in choices[2:]] == [list(b"ello")] * 2
+    assert [choice["finish_reason"] for choice in choices] == [None] * 4
+    assert fault["error"]["type"] == "ProcessorFault"
