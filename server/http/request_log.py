@@ -103,9 +103,11 @@ class RequestRecord:
         if progress is None:
             return {}
         continuations = progress.continuations
-        reasons = [each.finish_reason for each in continuations if each.finish_reason is not None]
+        reasons = [each.finish_reason for each in continuations if each.finish_reason and not each.is_absent]
+        # By prompt: the count of the first continuation. The others may not have begun.
+        of_prompt = {each.prompt: each.prompt_tokens for each in reversed(continuations)}
         fields: dict[str, Any] = {
-            "prompt_tokens": sum({each.prompt: each.prompt_tokens for each in continuations}.values()),
+            "prompt_tokens": sum(of_prompt.values()),
             "completion_tokens": sum(each.completion_tokens for each in continuations),
             "finish_reasons": ["error" if reason.error else reason.kind for reason in reasons],
         }

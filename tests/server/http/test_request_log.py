@@ -13,7 +13,7 @@ from logitship.client.records import Receipt
 from logitship.server.http import request_log
 from logitship.server.http.request_log import RequestLogMiddleware, RequestRecord
 from logitship.server.logs import JSONFormatter, TextFormatter
-from logitship.server.requests.messages import GenerationChunk, GenerationRequest
+from logitship.server.requests.messages import ABSENT, GenerationChunk, GenerationRequest
 
 FakeEngine = Any
 PROMPT = "the prompt's secret"
@@ -102,6 +102,29 @@ def test_processor_fault(
         assert line["finish_reasons"] == ["error"]
         assert line["error"]["type"] == "ProcessorFault"
         assert (line["error"]["processor"], line["error"]["digest"]) == ("Bad", "sha256:" + "0" * 64)
+
+
+def test_continuations_that_have_not_begun(
+    engine: FakeEngine, client: Any, lines: Lines, failing: Callable[[GenerationRequest], list[GenerationChunk]]
+) -> None:
+    engine.script = failing
+    client.post("/generate", {"text": "a", "sampling_params": {"n": 2}})
+    [line] = lines()
+    assert (line["prompt_tokens"], line["completion_tokens"], line["finish_reasons"]) == (1, 1, ["error"])
+
+
+def test_outputs_that_a_beam_search_did_not_find(
+    engine: FakeEngine, client: Any, lines: Lines, text_script: Callable[[str], Any]
+) -> None:
+    def finds_one(request: GenerationRequest) -> list[GenerationChunk]:
+        chunks: list[GenerationChunk] = text_script("")(request)
+        return [chunks[0], *(replace(each, token_ids=[], finish_reason=ABSENT) for each in chunks[1:])]
+
+    engine.script = finds_one
+    body = {"prompt": "a", "n": 3, "use_beam_search": True, "max_tokens": 1, "temperature": 0}
+    assert len(client.ok("/v1/completions", body)["choices"]) == 1
+    [line] = lines()
+    assert line["finish_reasons"] == ["stop"]
 
 
 def test_refusals(client: Any, lines: Lines) -> None:
