@@ -122,9 +122,16 @@ def interleaved(recordings: Sequence[Recording], numbers: Sequence[int]) -> Iter
                 yield [(number, step)]
 
 
-def batched(recordings: Sequence[Recording], numbers: Sequence[int]) -> Iterator[Call]:
-    """Schedule the sequences as a batch, in this row order. One is added each step; each is removed when it ends."""
-    first_step = {number: position for position, number in enumerate(sorted(numbers))}
+def batched(recordings: Sequence[Recording], numbers: Sequence[int], *, at_once: bool = False) -> Iterator[Call]:
+    """Schedule the sequences as a batch. Each is removed when it ends.
+
+    Args:
+        recordings: all recordings.
+        numbers: indices of the sequences, in the order of their rows.
+        at_once: begin all sequences in the first step, instead of one in each step. Of sequences that are shorter than
+            their number, only then all are in one batch.
+    """
+    first_step = {number: 0 if at_once else position for position, number in enumerate(sorted(numbers))}
     last = max((first_step[number] + recordings[number].steps for number in numbers), default=0)
     for time in range(last):
         call = [(number, time - first_step[number]) for number in numbers]

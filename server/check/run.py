@@ -237,7 +237,7 @@ def _dry_run(
     if any(is_killed(recording.fault) for recording in recordings):
         return None, None
     with environment.fresh_processor(string) as processor:
-        mismatch = replay(processor, started, batched(started, range(len(started))))
+        mismatch = replay(processor, started, batched(started, range(len(started)), at_once=True))
     if mismatch is not None and is_killed(mismatch.fault):
         return None, None
     try:

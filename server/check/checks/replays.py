@@ -130,30 +130,37 @@ def check_rows(
     facts: DryRunFacts | None,
 ) -> CheckResult:
     """Replay the sequences as batches, in several row orders."""
-    for order in _row_orders(len(recordings)):
+    for order, at_once in _batches(len(recordings)):
         with environment.fresh_processor(string) as processor:
-            mismatch = replay(processor, recordings, batched(recordings, order))
+            mismatch = replay(processor, recordings, batched(recordings, order, at_once=at_once))
         if mismatch is not None and is_killed(mismatch.fault):
             return killed_result("rows", f"{len(mismatch.call)} rows in one batch", recordings, mismatch)
         if mismatch is not None:
-            mismatch = _reduce(environment, string, recordings, mismatch) or mismatch
+            mismatch = _reduce(environment, string, recordings, mismatch, at_once) or mismatch
             return result(
                 "rows", "a row depends on the other rows of its batch", [_rows_finding(recordings, mismatch, facts)]
             )
     return result("rows", f"batches of up to {len(recordings)} rows, in several orders, match single rows")
 
 
-def _row_orders(count: int) -> Iterator[list[int]]:
-    """Yield the given order, the reverse, and one that gives each row other neighbors."""
+def _batches(count: int) -> Iterator[tuple[list[int], bool]]:
+    """Yield row orders, and whether all rows begin at once.
+
+    The orders are the given one, the reverse, and one that gives each row other neighbors.
+    """
     order = list(range(count))
-    yield order
+    yield order, False
     if count > 1:
-        yield order[::-1]
-        yield order[1::2] + order[::2]
+        yield order[::-1], True
+        yield order[1::2] + order[::2], False
 
 
 def _reduce(
-    environment: CheckEnvironment, string: PickledProcessor, recordings: Sequence[Recording], mismatch: Mismatch
+    environment: CheckEnvironment,
+    string: PickledProcessor,
+    recordings: Sequence[Recording],
+    mismatch: Mismatch,
+    at_once: bool,
 ) -> Mismatch | None:
     """Look for a mismatch with only two rows, trying pairs with the mismatched row first."""
     numbers = [number for number, _ in mismatch.call]
@@ -162,7 +169,7 @@ def _reduce(
     pairs = sorted(permutations(sorted(numbers), 2), key=lambda pair: mismatch.recording not in pair)
     for pair in pairs[:12]:
         with environment.fresh_processor(string) as processor:
-            smaller = replay(processor, recordings, batched(recordings, pair))
+            smaller = replay(processor, recordings, batched(recordings, pair, at_once=at_once))
         if smaller is not None and len(smaller.call) == 2:
             return smaller
     return None

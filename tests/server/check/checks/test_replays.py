@@ -198,6 +198,13 @@ class FirstRowsParams(CustomLogitProcessor):
         return logits
 
 
+class EndsAtOnce(FirstRowsParams):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        logits = super().__call__(logits, custom_param_list)
+        logits[:, 1] = 1e4  # the EOS token
+        return logits
+
+
 class OneKindAtATime(CustomLogitProcessor):
     def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
         (token_ids,) = {tuple(params["token_ids"]) for params in custom_param_list or []}
@@ -251,6 +258,12 @@ def test_mismatch_is_reduced_to_two_rows(check: Check) -> None:
     assert finding.seen.endswith("← this one")
 
 
+def test_all_rows_of_short_sequences_are_in_one_batch(check: Check) -> None:
+    (finding,) = check(EndsAtOnce, {"token_ids": [30]})["rows"].findings
+    params = [row["params"]["token_ids"] for row in finding.details["rows"]]
+    assert sorted(params) == [[30], [31]]
+
+
 def test_rows_that_fail_in_one_batch(check: Check) -> None:
     """A server repeats the call row by row, so no request fails, but it is slow."""
     (finding,) = check(OneKindAtATime, {"token_ids": [30]})["rows"].findings
@@ -299,6 +312,18 @@ class SlowAfterOthers(CustomLogitProcessor):
         while len(self.seen) > 1:
             pass
         return logits
+
+
+class SlowInLargeBatch(CustomLogitProcessor):
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        while len(logits) > 2:
+            pass
+        return logits
+
+
+def test_short_sequences_do_not_hang_the_check_in_one_batch(check: Check) -> None:
+    """It runs the class in its own process only after a sandbox has had the same batch."""
+    assert check(SlowInLargeBatch, max_tokens=2)["rows"].summary.startswith("a call takes too long")
 
 
 def test_timeout_is_not_reported_as_dependence_on_other_rows(check: Check) -> None:
