@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Enum
 from typing import Any
 
@@ -168,7 +168,7 @@ class CheckReport:
     def to_dict(self) -> dict[str, Any]:
         """Convert the report to values that JSON has."""
         counts = {severity.value: self.count(severity) for severity in Severity}
-        report: dict[str, Any] = _plain(asdict(self))
+        report: dict[str, Any] = _plain(self)
         return {"ok": self.ok, "counts": counts, **report}
 
     def __str__(self) -> str:
@@ -178,18 +178,23 @@ class CheckReport:
 
 
 def _plain(value: Any) -> Any:
+    """Convert a value to those that JSON has: what the author wrote into `params_schema` may be any object."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
     match value:
         case Enum():
             return value.value
         case Mapping():
             return {str(key): _plain(item) for key, item in value.items()}
         case frozenset() | set():
-            return sorted(_plain(item) for item in value)
+            return sorted((_plain(item) for item in value), key=str)
         case list() | tuple():
             return [_plain(item) for item in value]
         case float() if not -float("inf") < value < float("inf"):
             return str(value)
-    return value
+        case str() | int() | float() | None:
+            return value
+    return repr(value)
 
 
 _SIGNS = {Verdict.PASSED: "✓", Verdict.WARNED: "!", Verdict.FAILED: "✗", Verdict.NOT_CHECKED: "-"}

@@ -85,6 +85,14 @@ def test_to_dict_is_json() -> None:
     assert plain["timings"][1] == {"rows": 64, "total": 40.0, "own": None}
 
 
+def test_to_dict_of_params_that_are_no_json() -> None:
+    params = {"a": [complex(1, 2), None, True], "b": json.loads, "c": {1, "d"}, "e": json}
+    plain = json.loads(json.dumps(replace(report(FAILED), params=(params,)).to_dict()))
+    assert plain["params"] == [
+        {"a": ["(1+2j)", None, True], "b": repr(json.loads), "c": [1, "d"], "e": repr(json)},
+    ]
+
+
 def test_page_layout() -> None:
     text = str(report(FAILED, NOTED, SKIPPED, WARNED))
     assert text == repr(report(FAILED, NOTED, SKIPPED, WARNED))
