@@ -45,7 +45,8 @@ class TerminalSettings:
 
     def __init__(self) -> None:
         self._settings: list[Any] | None = None
-        with contextlib.suppress(OSError, ValueError, termios.error):  # standard input is no terminal
+        # Standard input is no terminal. TypeError: it was closed when Python started, and is None.
+        with contextlib.suppress(OSError, TypeError, ValueError, termios.error):
             self._settings = termios.tcgetattr(sys.stdin)
 
     def restore(self) -> None:
