@@ -1,6 +1,6 @@
 """Progress of a check on standard error: which check runs, and how many calls it has made.
 
-A check makes some hundred calls. Of a class that is slow, it takes minutes.
+A check makes some hundred calls. For a slow class, it takes minutes.
 """
 
 from __future__ import annotations

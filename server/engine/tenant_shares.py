@@ -27,15 +27,16 @@ MIN_WAIT = 0.01
 """Seconds that a step waits at least, because small models take less for a step than a sandbox for its answer."""
 
 PROMPT_SHARE = 0.5
-"""Longest time for the prompts of a step, while several tenants run: this part of what a step without prompts takes. In
-a step in which nothing decodes, that and once as much."""
+"""Longest time for the prompts of a step, while several tenants run: this part of what a step without prompts takes. If
+nothing decodes in the step, 1 is added."""
 
 SHARED_FOR = 1.0
 """Seconds for which prompts stay limited when a tenant is alone again: the next request of another would wait for the
 end of a step with many prompt tokens."""
 
 PROMPT_BLOCK = 16
-"""Prompt tokens of a step are a multiple of this, and at least as many."""
+"""While several tenants run, a step's limit of prompt tokens is a multiple of this, and at least as many. A smaller
+`--chunked-prefill-size` is the limit then, too."""
 
 MIN_FORCED = 4
 """Forced tokens of a step, at least, unless its prompts are as many as it may compute."""
@@ -77,7 +78,7 @@ class TenantShares:
     exceeds `most` is *over its share*: no step waits for its calls, its sequences with shipped processors sit out while
     others can run, and its new requests with shipped processors are refused.
 
-    On the engine thread, except for `seconds` and `retry_after`.
+    On the engine thread, except for `others_run`, `retry_after` and `totals`.
 
     Args:
         most: most of the time that a tenant's processors may take, above 0.
@@ -148,7 +149,8 @@ class TenantShares:
             self._usual_step = _follow(self._usual_step, seconds)
             self.decode.time.observe(num_positions, seconds)
         elif num_positions == 0 or self.decode.time.base:
-            # Not the usual step: it may have had more decoding sequences, and be long ago if all steps have prompts.
+            # Do not subtract `_usual_step`: that step may have had more decoding sequences, and it may have been long
+            # ago if every step has prompts.
             without = self.decode.time.expected(num_positions)
             per_token = max(0.0, seconds - without) / num_prompt_tokens
             self._prompt_token = _follow(self._prompt_token, per_token)

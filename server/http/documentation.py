@@ -96,7 +96,7 @@ def complete(document: dict[str, Any], models: Sequence[type]) -> None:
     schemas.update(_definitions(tuple(models)))
     for route in document["paths"].values():
         for each in route.values():
-            # An invalid parameter is a 404 here, not FastAPI's 422. An empty schema would allow any JSON response.
+            # An invalid parameter is a 400 or 404 here, not FastAPI's 422. An empty schema would allow any JSON response.
             each["responses"].pop("422", None)
             if not each["responses"]["200"].get("content", {}).get("application/json", {"schema": True})["schema"]:
                 del each["responses"]["200"]["content"]["application/json"]
