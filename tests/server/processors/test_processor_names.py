@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
+
 import pytest
 
 from logitship.server.processors.processor_names import Versions, is_name, missing_message, split_reference
@@ -58,3 +61,18 @@ def test_long_list_is_cut() -> None:
 
 def test_missing_message_without_processors() -> None:
     assert missing_message("x", [], {}) == "no processor is installed or registered as 'x'; installed are: none"
+
+
+def test_few_names_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared: list[Sequence[str]] = []
+
+    def get_close_matches(word: str, possibilities: Sequence[str], n: int) -> list[str]:
+        compared.append(possibilities)
+        return close_matches(word, possibilities, n)
+
+    close_matches = difflib.get_close_matches
+    monkeypatch.setattr(difflib, "get_close_matches", get_close_matches)
+    registered = {f"{'x' * (number % 60)}_{number}": Versions((1,), 1) for number in range(600)}
+    text = missing_message("Lipogran", INSTALLED, {**registered, "Lipogram": Versions((1,), 1)})
+    assert "did you mean Lipogram?" in text
+    assert [len(names) for names in compared] == [len(INSTALLED) + 20]
