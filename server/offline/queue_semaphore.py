@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections import deque
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Waiter:
     slots: int
     loop: asyncio.AbstractEventLoop
     acquired: asyncio.Future[None]
+    admitted: bool = False
 
 
 class QueueSemaphore:
@@ -53,15 +55,17 @@ class QueueSemaphore:
     def _admit(self) -> None:
         while self._waiters and self._waiters[0].slots <= self._free:
             waiter = self._waiters.popleft()
-            self._free -= waiter.slots
-            waiter.loop.call_soon_threadsafe(_settle, waiter.acquired)
+            with contextlib.suppress(RuntimeError):  # its event loop is closed
+                waiter.loop.call_soon_threadsafe(_settle, waiter.acquired)
+                waiter.admitted = True
+                self._free -= waiter.slots
 
     def _remove(self, waiter: _Waiter) -> None:
         with self._lock:
-            if waiter in self._waiters:
-                self._waiters.remove(waiter)
-            else:  # it was admitted while it was cancelled
+            if waiter.admitted:  # while it was cancelled
                 self._free += waiter.slots
+            else:
+                self._waiters.remove(waiter)
             self._admit()
 
 

@@ -95,3 +95,17 @@ def test_release_from_another_event_loop() -> None:
     semaphore.release(1)
     thread.join(10)
     assert acquired.is_set()
+
+
+def test_closed_event_loop_of_a_waiter() -> None:
+    semaphore = QueueSemaphore(1)
+    waiting = semaphore.acquire(1)
+
+    async def start() -> None:
+        waiting.send(None)  # runs it until it waits; as a task, it would be cancelled with the loop
+
+    asyncio.run(semaphore.acquire(1))
+    asyncio.run(start())
+    semaphore.release(1)
+    asyncio.run(asyncio.wait_for(semaphore.acquire(1), 10))
+    waiting.close()
