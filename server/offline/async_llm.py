@@ -49,16 +49,20 @@ class AsyncLLM(EngineOwner):
             ValueError, TypeError, GenerationError, ProcessorFault: as `LLM.generate`.
         """
         self._check_open()
-        request_ids = [uuid4().hex if request_id is None else request_id]
-        (request,) = await asyncio.to_thread(self._requests.build, [prompt], sampling_params, request_ids, at="prompt")
-        async with aclosing(self._runner.stream(request)) as outputs:
-            async for output in outputs:
-                yield output
+        rid = uuid4().hex if request_id is None else request_id
+        with self._runner.abort_signal(rid) as signal:
+            (request,) = await asyncio.to_thread(self._requests.build, [prompt], sampling_params, [rid], at="prompt")
+            async with aclosing(self._runner.stream(request, signal)) as outputs:
+                async for output in outputs:
+                    yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Cancel requests. The last output of each has the finish reason `abort`. Unknown ids are ignored."""
+        """Cancel requests, also those that wait. The last output of each has the finish reason `abort`.
+
+        Unknown ids are ignored.
+        """
         for one in [request_id] if isinstance(request_id, str) else request_id:
-            self._engine.abort(one)
+            self._runner.abort(one)
 
     async def __aenter__(self) -> Self:
         return self

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 @dataclass(eq=False)
 class _Waiter:
     slots: int
+    owner: object
     loop: asyncio.AbstractEventLoop
-    acquired: asyncio.Future[None]
+    acquired: asyncio.Future[bool]
     admitted: bool = False
 
 
@@ -33,15 +34,23 @@ class QueueSemaphore:
         self._waiters: deque[_Waiter] = deque()
         self._lock = threading.Lock()
 
-    async def acquire(self, slots: int) -> None:
-        """Wait for free slots, and take them. `slots` must not exceed the total."""
+    async def acquire(self, slots: int, owner: object = None) -> bool:
+        """Wait for free slots, and take them.
+
+        Args:
+            slots: must not exceed the total.
+            owner: what `withdraw` finds the call by.
+
+        Returns:
+            True; False, with no slots, if `withdraw` was called meanwhile.
+        """
         loop = asyncio.get_running_loop()
-        waiter = _Waiter(slots, loop, loop.create_future())
+        waiter = _Waiter(slots, owner, loop, loop.create_future())
         with self._lock:
             self._waiters.append(waiter)
             self._admit()
         try:
-            await waiter.acquired
+            return await waiter.acquired
         except asyncio.CancelledError:
             self._remove(waiter)
             raise
@@ -52,11 +61,20 @@ class QueueSemaphore:
             self._free += slots
             self._admit()
 
+    def withdraw(self, owner: object) -> None:
+        """End the calls of `acquire` by this owner that wait. Thread-safe."""
+        with self._lock:
+            for waiter in [waiter for waiter in self._waiters if waiter.owner is owner]:
+                self._waiters.remove(waiter)
+                with contextlib.suppress(RuntimeError):  # its event loop is closed
+                    waiter.loop.call_soon_threadsafe(_settle, waiter.acquired, False)
+            self._admit()
+
     def _admit(self) -> None:
         while self._waiters and self._waiters[0].slots <= self._free:
             waiter = self._waiters.popleft()
             with contextlib.suppress(RuntimeError):  # its event loop is closed
-                waiter.loop.call_soon_threadsafe(_settle, waiter.acquired)
+                waiter.loop.call_soon_threadsafe(_settle, waiter.acquired, True)
                 waiter.admitted = True
                 self._free -= waiter.slots
 
@@ -64,11 +82,11 @@ class QueueSemaphore:
         with self._lock:
             if waiter.admitted:  # while it was cancelled
                 self._free += waiter.slots
-            else:
+            elif waiter in self._waiters:
                 self._waiters.remove(waiter)
             self._admit()
 
 
-def _settle(future: asyncio.Future[None]) -> None:
+def _settle(future: asyncio.Future[bool], acquired: bool) -> None:
     if not future.done():
-        future.set_result(None)
+        future.set_result(acquired)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import QueueFull
-from logitship.server.requests.messages import GenerationStream
+from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationStream
 
 from .error_translation import error_of_failure
 from .output_builder import OutputBuilder
@@ -17,6 +18,19 @@ from .queue_semaphore import QueueSemaphore
 from .request_builder import OfflineRequest, refusals_translated
 
 _RETRY_INTERVAL = 0.01
+
+
+@dataclass(eq=False)
+class AbortSignal:
+    """A mark on a request that is aborted before the engine knows its id.
+
+    Attributes:
+        rid: the request's id.
+        aborted: True once `Runner.abort` was called with it.
+    """
+
+    rid: str
+    aborted: bool = False
 
 
 class RunningRequest:
@@ -64,15 +78,38 @@ class Runner:
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
         self._semaphore = QueueSemaphore(engine.config.max_num_seqs + engine.config.max_queued_requests)
+        self._signals: list[AbortSignal] = []
 
-    async def stream(self, request: OfflineRequest) -> AsyncGenerator[RequestOutput, None]:
+    @contextmanager
+    def abort_signal(self, rid: str) -> Iterator[AbortSignal]:
+        """Let `abort` find a request that is not submitted yet."""
+        signal = AbortSignal(rid)
+        self._signals.append(signal)
+        try:
+            yield signal
+        finally:
+            self._signals.remove(signal)
+
+    def abort(self, rid: str) -> None:
+        """Abort the requests with this id, also those that wait for the engine's queue. Thread-safe."""
+        for signal in self._signals.copy():
+            if signal.rid == rid:
+                signal.aborted = True
+                self._semaphore.withdraw(signal)
+        self._engine.abort(rid)
+
+    async def stream(self, request: OfflineRequest, signal: AbortSignal) -> AsyncGenerator[RequestOutput, None]:
         """Run a request, and yield its output each time it grows. Closing the generator cancels the request.
+
+        Args:
+            request: the request.
+            signal: that of its id.
 
         Raises:
             InvalidRequest, RuntimeError: the request was not admitted.
             ProcessorFault, GenerationError: an error ended the request.
         """
-        running = await self._start(request)
+        running = await self._start(request, signal)
         try:
             async with aclosing(running.chunks()) as chunks:
                 async for builder in chunks:
@@ -106,15 +143,18 @@ class Runner:
             for running in started:
                 await running.aclose()
 
-    async def _start(self, request: OfflineRequest) -> RunningRequest:
+    async def _start(self, request: OfflineRequest, signal: AbortSignal | None = None) -> RunningRequest:
         n = request.request.num_slots
-        await self._semaphore.acquire(n)
+        builder = OutputBuilder(request, self._engine.model, self._engine.tokenizer)
+        if (signal and signal.aborted) or not await self._semaphore.acquire(n, signal):
+            return RunningRequest(_aborted_stream(request), builder, _noop)
         try:
             stream = await self._submit(request)
         except BaseException:  # cleanup, then re-raised
             self._semaphore.release(n)
             raise
-        builder = OutputBuilder(request, self._engine.model, self._engine.tokenizer)
+        if signal and signal.aborted:  # maybe when the engine did not know it yet
+            self._engine.abort(signal.rid)
         return RunningRequest(stream, builder, lambda: self._semaphore.release(n))
 
     async def _submit(self, request: OfflineRequest) -> GenerationStream:
@@ -131,3 +171,27 @@ async def _finish(index: int, running: RunningRequest, finished: Callable[[int, 
     output = await running.finish()
     await running.aclose()
     finished(index, output)
+
+
+def _aborted_stream(request: OfflineRequest) -> GenerationStream:
+    """Return the stream of a request that was aborted before it was submitted."""
+    count, prompt_tokens = request.request.num_sequences, len(request.request.prompt_token_ids)
+    stream = GenerationStream(count, _noop)
+    aborted = FinishReason("abort")
+    chunks = [
+        GenerationChunk(
+            index=index,
+            text="",
+            token_ids=[],
+            finish_reason=aborted,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=0,
+        )
+        for index in range(count)
+    ]
+    GenerationStream.deliver([(stream, chunks)])
+    return stream
+
+
+def _noop() -> None:
+    pass

@@ -16,6 +16,7 @@ from logitship.server.offline.error_translation import InvalidRequest
 from logitship.server.offline.llm import LLM
 from logitship.server.offline.outputs import RequestOutput
 from logitship.server.offline.sampling_params import SamplingParams
+from logitship.server.refusals import QueueFull
 
 MakeAsyncLLM = Callable[..., AsyncLLM]
 
@@ -111,6 +112,71 @@ def test_abort_yields_last_output(make_async_llm: MakeAsyncLLM, ids: str | list[
 
     outputs = asyncio.run(main())
     assert outputs[-1].finished
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert len(outputs) < 100
+
+
+def test_abort_of_a_waiting_request(make_async_llm: MakeAsyncLLM) -> None:
+    async def main() -> None:
+        llm = make_async_llm(max_num_seqs=2, max_queued_requests=0)
+        two = SamplingParams(n=2, ignore_eos=True)
+        async with aclosing(llm.generate("hello", FOREVER, request_id="first")) as outputs:
+            await anext(outputs)
+            waiting = asyncio.create_task(last(llm.generate("hello", two, request_id="mine")))
+            behind = asyncio.create_task(last(llm.generate("hello", GREEDY)))
+            while len(llm._runner._semaphore._waiters) < 2:
+                await asyncio.sleep(0)
+            await llm.abort("mine")
+            output = await asyncio.wait_for(waiting, 60)
+            assert output.finished
+            assert [(each.text, each.finish_reason) for each in output.outputs] == [("", "abort")] * 2
+            # The first still runs.
+            assert (await behind).outputs[0].finish_reason == "length"
+            assert not (await anext(outputs)).finished
+        await assert_idle(llm)
+
+    asyncio.run(main())
+
+
+def test_abort_during_tokenization(make_async_llm: MakeAsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = make_async_llm()
+    started, aborted = threading.Event(), threading.Event()
+    build = llm._requests.build
+
+    def paused_build(*args: Any, **kwargs: Any) -> Any:
+        started.set()
+        assert aborted.wait(60)
+        return build(*args, **kwargs)
+
+    async def main() -> list[RequestOutput]:
+        task = asyncio.create_task(outputs_of(llm.generate("hello", FOREVER, request_id="mine")))
+        assert await asyncio.to_thread(started.wait, 60)
+        await llm.abort("mine")
+        aborted.set()
+        return await task
+
+    monkeypatch.setattr(llm._requests, "build", paused_build)
+    (output,) = asyncio.run(main())
+    assert output.outputs[0].finish_reason == "abort"
+    assert llm._engine.stats().steps == 0
+
+
+def test_abort_between_attempts_to_submit(make_async_llm: MakeAsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's queue may be full for a moment after a slot is free."""
+    llm = make_async_llm()
+    submit = llm._engine.submit
+    attempts = 0
+
+    async def full_once(*args: Any) -> Any:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 1:
+            await llm.abort("mine")
+            raise QueueFull("the test's")
+        return await submit(*args)
+
+    monkeypatch.setattr(llm._engine, "submit", full_once)
+    outputs = asyncio.run(outputs_of(llm.generate("hello", FOREVER, request_id="mine")))
     assert outputs[-1].outputs[0].finish_reason == "abort"
     assert len(outputs) < 100
 

@@ -74,6 +74,22 @@ def test_slots_of_waiter_cancelled_on_admission() -> None:
     asyncio.run(main())
 
 
+def test_withdrawn_waiter_has_no_slots() -> None:
+    async def main() -> None:
+        semaphore, owner = QueueSemaphore(2), object()
+        await semaphore.acquire(1)
+        tasks = [asyncio.create_task(semaphore.acquire(2, owner)), asyncio.create_task(semaphore.acquire(1))]
+        cancelled = asyncio.create_task(semaphore.acquire(2, owner))
+        await asyncio.sleep(0)
+        semaphore.withdraw(owner)
+        cancelled.cancel()
+        assert await asyncio.wait_for(asyncio.gather(*tasks), 10) == [False, True]
+        assert semaphore._free == 0
+        assert not semaphore._waiters
+
+    asyncio.run(main())
+
+
 def test_release_from_another_event_loop() -> None:
     semaphore = QueueSemaphore(1)
     acquired = threading.Event()
