@@ -79,7 +79,8 @@ class LoadQueue:
     """Loads shipped processors in threads, a few at a time. Thread-safe; each call belongs to its own event loop.
 
     Guarantees:
-    * At most `max_loads` threads; nobody else waits in one.
+    * At most `max_loads` threads, not counting abandoned loads that the executor cannot cancel; nobody else waits in
+      one.
     * Tenants take turns, and one alone never uses the last thread: another tenant's load waits for no more than those
       that run.
     * A processor that several requests of a tenant wait for is loaded once. A load that nobody waits for any more is
@@ -167,9 +168,14 @@ class LoadQueue:
         """Start loads in turn. The caller holds the lock."""
         while len(self._running) < self._max_loads and (taken := self._waiting.get(self._may_load)) is not None:
             _, load = taken
-            load.runs = True
-            self._running.append(load)
-            threading.Thread(target=self._run, args=(load,), name="logitship-load", daemon=True).start()
+            try:
+                threading.Thread(target=self._run, args=(load,), name="logitship-load", daemon=True).start()
+            except RuntimeError:
+                del self._loads[load.key]
+                self._settle(load.waiters, ExecutorUnavailable("no thread can be started to load it: try again later"))
+            else:
+                load.runs = True
+                self._running.append(load)
 
     def _may_load(self, tenant: str) -> bool:
         num_running = sum(load.key[0] == tenant for load in self._running)

@@ -269,6 +269,32 @@ def test_load_that_cannot_be_cancelled_blocks_no_other() -> None:
     run(test())
 
 
+def test_thread_that_cannot_be_started_fails_its_load_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "logitship-load":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    start = threading.Thread.start
+
+    async def test() -> None:
+        scene = Scene(max_loads=1)
+        async with no_leftovers(scene):
+            first, behind = scene.acquire("A"), scene.acquire("B")
+            await scene.executor.until_began(("a", "A"))
+            monkeypatch.setattr(threading.Thread, "start", fail)
+            scene.executor.end("a", "A")
+            scene.cache.release(await first)
+            for task in (behind, scene.acquire("B"), scene.acquire("C")):
+                with pytest.raises(ExecutorUnavailable, match="no thread can be started to load it: try again later"):
+                    await task
+            monkeypatch.undo()
+            for name in "BC":
+                scene.cache.release(await scene.load(name))
+
+    run(test())
+
+
 def test_processor_that_arrives_while_its_waiter_leaves_is_released() -> None:
     async def test() -> None:
         scene = Scene()
