@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import Field, PlainValidator
+from pydantic import Field, PlainValidator, model_validator
 
 from .field_rules import BODY_RULES, SAMPLING_PARAMS_RULES
 from .request_schema import (
     MAX_ID_LENGTH,
     MAX_PROMPT_TOKENS,
     MAX_PROMPTS,
+    FieldError,
     Id,
     RequestModel,
     SamplingFields,
@@ -102,6 +103,12 @@ class SGLangSamplingParams(SamplingFields, GrammarFields):
     """Seed: the same seed, prompt and parameters give the same tokens."""
     seed: Seed | None = None
     """Alias of `sampling_seed`."""
+
+    @model_validator(mode="after")
+    def _check_seeds(self) -> Self:
+        if None not in (self.seed, self.sampling_seed) and self.seed != self.sampling_seed:
+            raise FieldError("seed", "differs from sampling_seed")
+        return self
 
     def constraints(self, at: str = "") -> Iterator[Constraint]:
         """Yield the constraints in these fields."""
