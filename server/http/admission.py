@@ -84,10 +84,18 @@ def check_batch(config: ServerConfig, prompts: int, at: str, n: int = 1, n_at: s
     """
     if prompts == 0:
         raise BadRequest(f"{at}: must not be an empty list", param=at)
+    check_continuations(config, prompts * n, n_at if n > 1 else at)
+
+
+def check_continuations(config: ServerConfig, count: int, at: str) -> None:
+    """Refuse a body with more continuations than the queue takes.
+
+    Raises:
+        BadRequest: names the field `at`.
+    """
     limit = config.max_sequences_per_tenant
-    if prompts * n > limit:
-        name = n_at if n > 1 else at
-        raise BadRequest(f"{name}: asks for {prompts * n} continuations, this server takes at most {limit}", param=name)
+    if count > limit:
+        raise BadRequest(f"{at}: asks for {count} continuations, this server takes at most {limit}", param=at)
 
 
 def check_one_per_prompt(value: object, prompts: int | None, at: str) -> None:

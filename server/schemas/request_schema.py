@@ -400,6 +400,11 @@ class SamplingFields(RequestModel):
     beat them."""
 
     @property
+    def n_field(self) -> str:
+        """Name of the field that the client set `n` with."""
+        return "n" if self.num_return_sequences is None else "num_return_sequences"
+
+    @property
     def beam_search(self) -> BeamSearch | None:
         """Beam search parameters, or None.
 
@@ -412,8 +417,8 @@ class SamplingFields(RequestModel):
     @classmethod
     def _take_num_return_sequences(cls, data: Any) -> Any:
         n = data.get("num_return_sequences") if isinstance(data, dict) else None
-        if type(n) is not int:
-            return data
+        if type(n) is not int or not 1 <= n <= MAX_PROMPTS:
+            return data  # refused by its own name
         if data.get("n") not in (None, n):
             raise FieldError("num_return_sequences", "is not the same as n")
         return {**data, "n": n}

@@ -206,15 +206,15 @@ def _sequences_of_a_prompt(body: OpenAIFields) -> tuple[int, str]:
     """Return the number of sequences per prompt, and the field that sets it."""
     if (body.num_beams or 1) > body.num_continuations:
         return body.num_beams or 1, "num_beams"
-    return body.num_continuations, "n" if body.best_of is None else "best_of"
+    return body.num_continuations, body.n_field if body.best_of is None else "best_of"
 
 
 def _names(body: OpenAIFields) -> dict[str, str]:
-    own = {"rid": "request_id" if body.rid is None else "rid"}
+    own = {"rid": "request_id" if body.rid is None else "rid", "n": body.n_field}
     if body.no_stop_trim:
         own["include_stop_str_in_output"] = "no_stop_trim"
     if body.num_beams is None:
-        own["num_beams"] = "n"
+        own["num_beams"] = body.n_field
     return _NAMES | own
 
 

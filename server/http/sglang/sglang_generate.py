@@ -11,6 +11,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import (
     check_batch,
+    check_continuations,
     check_one_per_prompt,
     check_processor_lists,
     max_tokens_within_model,
@@ -133,9 +134,13 @@ class _GenerateParser:
         n = samplings[0].n
         if any(sampling.n != n for sampling in samplings):
             raise BadRequest("sampling_params: n must be the same for all prompts", param="sampling_params")
-        beams = max(sampling.num_beams or 1 for sampling in samplings)
-        n_at = f"{path_for_prompt(given, 0, 'sampling_params')}.{'num_beams' if beams > n else 'n'}"
-        check_batch(self._engine.config, len(self._prompts), self._at, max(n, beams), n_at)
+        counts = [max(n, sampling.num_beams or 1) for sampling in samplings]
+        at, most = self._at, max(counts)
+        if most > 1:
+            index = counts.index(most)
+            name = "num_beams" if most > n else samplings[index].n_field
+            at = f"{path_for_prompt(given, index, 'sampling_params')}.{name}"
+        check_continuations(self._engine.config, sum(counts), at)
         return samplings
 
     def rids(self) -> list[str]:
@@ -166,13 +171,13 @@ class _GenerateParser:
             f"{sampling_at}.custom_params",
             constraint_of(sampling, sampling_at),
         )
-        names = {**_names(at, sampling_at), **parsed.names}
-        if sampling.num_beams is None:
-            names["num_beams"] = f"{sampling_at}.n"
+        names = {**_sampling_names(sampling, sampling_at), **_names(body, i), **parsed.names, "prompt": at}
         if body.max_thinking_tokens is not None:
             names["thinking_token_budget"] = "max_thinking_tokens"
         prompt = await read_prompt(self._engine, self._work, self._prompts[i], at, add_special_tokens=True)
-        start = _logprob_start(value_for_prompt(body.logprob_start_len, i), len(prompt.token_ids))
+        start = _logprob_start(
+            value_for_prompt(body.logprob_start_len, i), len(prompt.token_ids), names["prompt_logprobs_start"]
+        )
         top = value_for_prompt(body.top_logprobs_num, i) if value_for_prompt(body.return_logprob, i) else None
         params = await sampling_params(
             self._engine,
@@ -208,9 +213,20 @@ class _GenerateParser:
         return Submission(request, names, sampling.stream_interval)
 
 
-def _names(prompt_at: str, sampling_at: str) -> dict[str, str]:
-    inside = {field: f"{sampling_at}.{name}" for field, name in _NAMES_IN_SAMPLING_PARAMS.items()}
-    return {**inside, **_NAMES_IN_BODY, "prompt": prompt_at}
+def _names(body: GenerateRequest, index: int) -> dict[str, str]:
+    """Return the paths of the fields outside of `sampling_params` for one prompt."""
+    names = {field: path_for_prompt(getattr(body, name), index, name) for field, name in _NAMES_IN_BODY.items()}
+    if not _is_nested(body.token_ids_logprob):
+        names["logprob_token_ids"] = "token_ids_logprob"
+    return names
+
+
+def _sampling_names(sampling: SGLangSamplingParams, at: str) -> dict[str, str]:
+    """Return the paths of the fields of one prompt's `sampling_params`."""
+    names = {**_NAMES_IN_SAMPLING_PARAMS, "n": sampling.n_field}
+    if sampling.num_beams is None:
+        names["num_beams"] = sampling.n_field
+    return {field: f"{at}.{name}" for field, name in names.items()}
 
 
 def _is_nested(token_ids: Any) -> bool:
@@ -233,13 +249,10 @@ def _thinking_token_budget(body: GenerateRequest, sampling: SGLangSamplingParams
     return other if one is None else one
 
 
-def _logprob_start(given: int, prompt_tokens: int) -> int | None:
+def _logprob_start(given: int, prompt_tokens: int, at: str) -> int | None:
     """Return the first prompt position with log-probabilities; None for none."""
     if not -1 <= given <= prompt_tokens:
-        raise BadRequest(
-            f"logprob_start_len: must be from -1 to the length of the prompt, {prompt_tokens}",
-            param="logprob_start_len",
-        )
+        raise BadRequest(f"{at}: must be from -1 to the length of the prompt, {prompt_tokens}", param=at)
     # For -1, SGLang returns the last prompt token without a log-probability, which is useless. Its documentation and
     # its scoring requests expect an empty list, as here.
     return None if given in (-1, prompt_tokens) else given

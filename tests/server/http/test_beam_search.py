@@ -54,6 +54,11 @@ def test_fields_on_both_apis(client: Any, engine: Any, fields: dict[str, Any], n
         ({"use_beam_search": True, "n": 40}, "n", "runs at most 32 sequences"),
         ({"num_beams": 2, "n": 3}, "n", "num_beams, which is 2"),
         ({"num_return_sequences": 2, "n": 3}, "num_return_sequences", "not the same as n"),
+        ({"num_return_sequences": 70000}, "num_return_sequences", "must be at most 65536"),
+        ({"num_return_sequences": 0}, "num_return_sequences", "1 or greater"),
+        ({"num_return_sequences": 60000}, "num_return_sequences", "asks for 60000 continuations"),
+        ({"num_return_sequences": 3, "num_beams": 2}, "num_return_sequences", "num_beams, which is 2"),
+        ({"num_return_sequences": 40, "use_beam_search": True}, "num_return_sequences", "runs at most 32 sequences"),
         ({"num_return_sequences": 1.5}, "num_return_sequences", "1 or greater"),
         ({"num_beams": 2, "temperature": 0.7}, "temperature", "no effect with beam search"),
         ({"num_beams": 2, "temperature": 1}, "temperature", "no effect with beam search"),
@@ -92,6 +97,16 @@ def test_incompatible_fields(client: Any) -> None:
     ):
         answer = client.post(path, body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+def test_batch_asks_for_the_beams_of_each_prompt(make_engine: Callable[..., Any], make_client: Any) -> None:
+    client = make_client(make_engine(max_num_seqs=4, max_queued_requests=4))
+    samplings = [{"max_new_tokens": 1}] * 4 + [{"max_new_tokens": 1, "num_beams": 4}]
+    assert len(client.ok(GENERATE, {"text": ["a"] * 5, "sampling_params": samplings})) == 5
+    answer = client.post(GENERATE, {"text": ["a"] * 6, "sampling_params": [{}, *samplings]})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "sampling_params[5].num_beams"
+    assert "asks for 9 continuations, this server takes at most 8" in answer.json()["error"]["message"]
 
 
 def test_completions(beams: Any) -> None:

@@ -127,6 +127,35 @@ def test_batch_with_lists(client: Any, engine: Any) -> None:
     assert [request.rid for request in engine.requests] == ["x", "y"]
 
 
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"logprob_start_len": [0, 9]}, "logprob_start_len[1]"),
+        ({"logprob_start_len": 9}, "logprob_start_len"),
+        ({"return_logprob": True, "top_logprobs_num": [0, -9]}, "top_logprobs_num[1]"),
+        ({"return_logprob": True, "top_logprobs_num": -9}, "top_logprobs_num"),
+        ({"token_ids_logprob": [[1], [-1]]}, "token_ids_logprob[1]"),
+        ({"token_ids_logprob": [1, -1]}, "token_ids_logprob"),
+        ({"sampling_params": [{}, {"n": 1, "temperature": -1}]}, "sampling_params[1].temperature"),
+    ],
+)
+def test_refusals_of_a_batch_name_the_prompt(client: Any, fields: dict[str, Any], param: str) -> None:
+    answer = client.post("/generate", {"text": ["a", "b"], **fields})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["message"].startswith(f"{param}: ")
+
+
+def test_seed_and_its_alias(client: Any, engine: Any) -> None:
+    for sampling in ({"seed": 1}, {"sampling_seed": 1}, {"seed": 1, "sampling_seed": 1}):
+        client.ok("/generate", {"text": "a", "sampling_params": sampling})
+    assert [request.sampling_params.seed for request in engine.requests] == [1, 1, 1]
+    answer = client.post("/generate", {"text": "a", "sampling_params": {"seed": 1, "sampling_seed": 2}})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "sampling_params.seed"
+    assert "differs from sampling_seed" in answer.json()["error"]["message"]
+
+
 def test_n_gives_a_list_ordered_by_prompt(client: Any) -> None:
     answers = client.ok("/generate", {"text": ["a", "bc"], "rid": "r", "sampling_params": {"n": 2}})
     assert [answer["meta_info"]["prompt_tokens"] for answer in answers] == [1, 1, 2, 2]
