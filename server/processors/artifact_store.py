@@ -28,6 +28,10 @@ class ArtifactStoreFull(Exception):
         self.tenants = tenants
 
 
+class ArtifactTooLarge(Exception):
+    """The artifact would not fit into the empty store."""
+
+
 @dataclass(frozen=True)
 class StoredArtifact:
     """An artifact of a tenant.
@@ -109,8 +113,14 @@ class ArtifactStore:
         """Keep an artifact of a tenant. The same bytes again are a use of the existing one.
 
         Raises:
+            ArtifactTooLarge: no eviction would make enough space for it.
             ArtifactStoreFull: nothing can be evicted for it.
         """
+        if len(data) + _OVERHEAD > self._max_bytes:
+            raise ArtifactTooLarge(
+                f"the artifact has {len(data)} bytes, more than the space for all artifacts, {self._max_bytes} bytes "
+                f"(--artifact-cache-bytes), of which {_OVERHEAD} are taken by the record of each"
+            )
         digest = digest_of(data)
         with self._lock:
             self._release_unloaded()

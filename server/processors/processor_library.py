@@ -404,6 +404,7 @@ class ProcessorLibrary(ProcessorLoader):
         """Keep an artifact of a tenant. If there is no space, idle processors with artifacts are unloaded.
 
         Raises:
+            ArtifactTooLarge: the whole store is too small for it.
             ArtifactStoreFull: there is none then either.
         """
         while True:

@@ -42,7 +42,7 @@ from logitship.server.requests.body_limits import MAX_DEPTH, scan_json
 from logitship.server.requests.fair_pool import FairPool
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, GenerationRequest, ProcessorRequest
 
-from .artifact_store import ArtifactStoreFull, StoredArtifact
+from .artifact_store import ArtifactStoreFull, ArtifactTooLarge, StoredArtifact
 from .load_queue import LoadQueue, LoadQueueFull, LoadStats
 from .processor_library import InvalidName, InvalidParams, NotDeletable, ProcessorLibrary, ProcessorNotAllowed
 from .registered_processors import NotRegistered, RegistryFull
@@ -242,11 +242,14 @@ class RequestProcessors:
         """Keep an artifact of a tenant.
 
         Raises:
+            RequestTooLarge: the whole store is too small for it.
             ServiceUnavailable: there is no space for it.
             QueueFull: too many requests of the tenant wait for a thread.
         """
         try:
             return await self._pool.run(tenant, self._keep_artifact, data, tenant)
+        except ArtifactTooLarge as error:
+            raise RequestTooLarge(str(error)) from error
         except ArtifactStoreFull as error:
             raise ServiceUnavailable(str(error)) from error
 

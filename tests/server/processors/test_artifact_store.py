@@ -12,7 +12,12 @@ import pytest
 
 from logitship import ProcessorLoadError
 from logitship.client.serialization.artifact import Artifact, digest_of
-from logitship.server.processors.artifact_store import ArtifactStore, ArtifactStoreFull, StoredArtifact
+from logitship.server.processors.artifact_store import (
+    ArtifactStore,
+    ArtifactStoreFull,
+    ArtifactTooLarge,
+    StoredArtifact,
+)
 
 OVERHEAD = 1 << 14
 SPACE_FOR_THREE = 3 * (OVERHEAD + 100)
@@ -71,8 +76,18 @@ def test_largest_user_loses_and_the_smaller_ones_do_not() -> None:
     three = store.add(data(8), "three").digest
     assert (digests(store, "one"), digests(store, "two"), digests(store, "three")) == ({one[1]}, {two}, {three})
     with pytest.raises(ArtifactStoreFull, match=r"\(--artifact-cache-bytes\)"):
-        store.add(bytes(SPACE_FOR_THREE), "one")
+        store.add(bytes(SPACE_FOR_THREE - OVERHEAD), "one")
     assert digests(store, "one") == {one[1]}
+
+
+def test_artifact_larger_than_the_store() -> None:
+    store = ArtifactStore(max_bytes=SPACE_FOR_THREE)
+    kept = store.add(data(0)).digest
+    with pytest.raises(ArtifactTooLarge, match=rf"{SPACE_FOR_THREE} bytes \(--artifact-cache-bytes\)"):
+        store.add(bytes(SPACE_FOR_THREE - OVERHEAD + 1))
+    assert digests(store) == {kept}
+    largest = store.add(bytes(SPACE_FOR_THREE - OVERHEAD)).digest
+    assert digests(store) == {largest}
 
 
 def test_equal_bytes_of_two_tenants_take_space_once() -> None:
