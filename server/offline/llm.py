@@ -144,7 +144,8 @@ class LLM(EngineOwner):
             ValueError, TypeError, GenerationError: as `generate`.
         """
         self._check_open()
-        requests = self._requests.build(_listed(prompts), params.sampling_params(), self._request_ids)
+        names = {"n": "beam_width", "num_beams": "beam_width"}
+        requests = self._requests.build(_listed(prompts), params.sampling_params(), self._request_ids, names=names)
         outputs = self._run(requests, use_tqdm)
         return [beam_search_output(output, params, self._engine.tokenizer) for output in outputs]
 

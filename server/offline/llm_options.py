@@ -47,6 +47,8 @@ def read_options(model: str, logits_processors: Iterable[Any] | None, options: M
         if field in values or (field == "model_path" and model != DEFAULT_MODEL):
             raise TypeError(f"{name}: sets {field} a second time: remove one of the two options")
         values[field] = value
+    if isinstance(logits_processors, str):
+        raise TypeError("logits_processors: must be a list of processors, not str: put it in a list")
     processors = tuple(logits_processors or ())
     return ServerConfig(**{**_OWN_CODE, "model_path": model, **values, "logits_processors": processors})
 

@@ -106,8 +106,8 @@ class _ProcessorReader:
         entry = dict(entry)
         if entry.get("processor") is not None:
             entry["processor"] = self._string(entry["processor"], f"{at}.processor")
-        if "args" in entry:
-            entry["args"] = list(entry["args"] or ())
+        if isinstance(entry.get("args"), tuple):
+            entry["args"] = list(entry["args"])
         return self._read(entry, at)
 
     def _string(self, given: Any, at: str) -> str:

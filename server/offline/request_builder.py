@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from logitship.client.http.processor_argument import ProcessorStrings
@@ -63,6 +64,7 @@ class RequestBuilder:
         request_ids: Iterable[str],
         *,
         at: str = "prompts",
+        names: Mapping[str, str] = MappingProxyType({}),
     ) -> list[OfflineRequest]:
         """Build one request per prompt.
 
@@ -71,6 +73,7 @@ class RequestBuilder:
             sampling_params: one for all prompts, or one per prompt.
             request_ids: at least one per prompt.
             at: name of the prompts in error messages.
+            names: the caller's names of fields of `SamplingParams`, where they differ.
 
         Raises:
             InvalidRequest: the engine refuses a request; names the field.
@@ -82,7 +85,8 @@ class RequestBuilder:
         for index, (prompt, sampling, request_id) in enumerate(zip(prompts, samplings, request_ids, strict=False)):
             with _add_note(f"in {at}[{index}]" if len(prompts) > 1 else ""):
                 location = f"{at}[{index}]" if len(prompts) > 1 else at
-                requests.append(self._request(prompt, location, sampling, request_id))
+                sampling_names = {**sampling.names, **names}
+                requests.append(self._request(prompt, location, sampling, request_id, sampling_names))
         return requests
 
     def _samplings(self, given: Any, count: int) -> list[_Sampling]:
@@ -109,9 +113,12 @@ class RequestBuilder:
                 given = SamplingParams.from_sglang(given, at)
             if not isinstance(given, SamplingParams):
                 raise TypeError(f"{at}: expected logitship.SamplingParams or a dict, not {type(given).__name__}")
+            if given.bad_words_token_ids:  # only these can be outside of the vocabulary
+                names["bad_words"] = "bad_words_token_ids"
+            words = bad_words_token_ids(self._engine.tokenizer, given.bad_words)
             params = dataclasses.replace(
                 given,
-                bad_words_token_ids=bad_words_token_ids(self._engine.tokenizer, given.bad_words),
+                bad_words_token_ids=(*given.bad_words_token_ids, *words),
                 logprobs_mode=given.logprobs_mode or self._engine.config.logprobs_mode,
             )
             if given.beam_search is not None:
@@ -125,8 +132,10 @@ class RequestBuilder:
         names |= {field: aliases.get(location, location) for field, location in processors.names.items()}
         return _Sampling(params, processors, names)
 
-    def _request(self, given: PromptLike, at: str, sampling: _Sampling, request_id: str) -> OfflineRequest:
-        names = {**sampling.names, "prompt": at}
+    def _request(
+        self, given: PromptLike, at: str, sampling: _Sampling, request_id: str, sampling_names: Mapping[str, str]
+    ) -> OfflineRequest:
+        names = {**sampling_names, "prompt": at}
         with refusals_translated():
             prompt = self._prompt(given, at)
             request = GenerationRequest(

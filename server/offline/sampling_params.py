@@ -33,6 +33,9 @@ _UNSUPPORTED = {
 }
 """Fields of vLLM's class that this engine does not support, with the only value that is accepted: vLLM's default."""
 
+_ENGINE_ONLY = {"eos_token_ids": "use stop_token_ids", "processors": "use logits_processors"}
+"""Fields of the engine's record that it fills in itself, with what to use instead."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams(EngineSamplingParams):
@@ -102,6 +105,13 @@ class SamplingParams(EngineSamplingParams):
         for name, default in _UNSUPPORTED.items():
             if getattr(self, name) is not default:
                 raise InvalidSamplingParams(name, f"is not supported by logitship: leave it at {default}")
+        for name, advice in _ENGINE_ONLY.items():
+            if getattr(self, name):
+                raise InvalidSamplingParams(name, f"is set by the engine: {advice}")
+        for name in ("custom_params", "extra_args"):
+            value = getattr(self, name)
+            if not isinstance(value, Mapping | None):
+                raise InvalidSamplingParams(name, f"must be a dict, not {type(value).__name__}")
         if self.num_return_sequences is not None:
             if self.n not in (1, self.num_return_sequences):
                 raise InvalidSamplingParams("num_return_sequences", f"must be equal to n, which is {self.n}")
@@ -157,20 +167,24 @@ class SamplingParams(EngineSamplingParams):
         read = parse_model(SGLangSamplingParams, {k: v for k, v in values.items() if k not in extra}, at)
         is_constrained = constraint_of(read, at) is not None
         shared = {field.name for field in dataclasses.fields(cls)} & set(SGLangSamplingParams.model_fields)
-        return cls(
-            **{name: getattr(read, name) for name in shared - {"seed", "stream_interval"}},
-            stream_interval=None if read.stream_interval == 1 else read.stream_interval,
-            max_tokens=read.max_new_tokens,
-            min_tokens=read.min_new_tokens,
-            seed=read.seed if read.sampling_seed is None else read.sampling_seed,
-            include_stop_str_in_output=read.no_stop_trim,
-            structured_outputs=StructuredOutputsParams(
-                read.json_schema, read.regex, grammar=read.ebnf, structural_tag=read.structural_tag
+        try:
+            return cls(
+                **{name: getattr(read, name) for name in shared - {"seed", "stream_interval"}},
+                stream_interval=None if read.stream_interval == 1 else read.stream_interval,
+                max_tokens=read.max_new_tokens,
+                min_tokens=read.min_new_tokens,
+                seed=read.seed if read.sampling_seed is None else read.sampling_seed,
+                include_stop_str_in_output=read.no_stop_trim,
+                structured_outputs=StructuredOutputsParams(
+                    read.json_schema, read.regex, grammar=read.ebnf, structural_tag=read.structural_tag
+                )
+                if is_constrained
+                else None,
+                **extra,
             )
-            if is_constrained
-            else None,
-            **extra,
-        )
+        except InvalidSamplingParams as error:
+            reason = " ".join(SGLANG_NAMES.get(word, word) for word in error.reason.split(" "))
+            raise InvalidSamplingParams(f"{at}.{SGLANG_NAMES.get(error.field, error.field)}", reason) from None
 
     def clone(self) -> Self:
         """Return a copy that shares only the processors."""

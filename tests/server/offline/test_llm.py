@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import gc
 import signal
 import threading
@@ -100,6 +101,16 @@ def test_bad_words(llm: LLM) -> None:
     word = llm.get_tokenizer().decode([token_id])
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, bad_words=word)
     assert token_id not in tokens(quiet(llm, "hello", params))[0]
+
+
+def test_bad_words_as_token_ids(llm: LLM) -> None:
+    first = tokens(quiet(llm, "hello", GREEDY))[0][0]
+    by_text = dataclasses.replace(GREEDY, bad_words=[llm.get_tokenizer().decode([first])])
+    second = tokens(quiet(llm, "hello", by_text))[0][0]
+    both = dataclasses.replace(by_text, bad_words_token_ids=[[second]])
+    assert not {first, second} & set(tokens(quiet(llm, "hello", both))[0])
+    with pytest.raises(InvalidRequest, match=r"^bad_words_token_ids: "):
+        quiet(llm, "hello", dataclasses.replace(GREEDY, bad_words_token_ids=[[100000]]))
 
 
 def count_up(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:

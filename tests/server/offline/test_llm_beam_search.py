@@ -123,6 +123,13 @@ def test_refused_params(llm: LLM, params: dict[str, Any], field: str) -> None:
         only(llm, **params)
 
 
+@pytest.mark.parametrize("width", [9, 100_000])
+def test_beam_width_beyond_the_engine(llm: LLM, width: int) -> None:
+    with pytest.raises(InvalidRequest, match=r"^beam_width: asks for") as caught:
+        llm.beam_search("hello", BeamSearchParams(beam_width=width, max_tokens=2))
+    assert caught.value.param == "beam_width"
+
+
 @pytest.mark.parametrize(
     ("make", "field"),
     [

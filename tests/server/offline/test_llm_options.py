@@ -50,6 +50,11 @@ def test_unknown_and_duplicate_options(model: str, options: dict[str, Any], mess
         read_options(model, (), options)
 
 
+def test_single_name_of_a_batch_processor_is_refused() -> None:
+    with pytest.raises(TypeError, match="logits_processors: must be a list of processors, not str: put it in a list"):
+        read_options(DEFAULT_MODEL, "module:Class", {})
+
+
 def test_option_values_are_checked() -> None:
     with pytest.raises(ValueError, match="max_num_seqs must be 1 or greater"):
         read_options(DEFAULT_MODEL, (), {"max_num_seqs": 0})

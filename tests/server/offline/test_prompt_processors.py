@@ -188,3 +188,10 @@ class Counts(Add):
 def test_params_are_checked_against_the_schema(llm: LLM, params: SamplingParams, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         quiet(llm, "a", params)
+
+
+@pytest.mark.parametrize("args", ["abc", 5, {"a": 1}])
+def test_args_that_are_not_a_list(llm: LLM, args: Any) -> None:
+    entry = {"qualname": "builtins.print", "args": args}
+    with pytest.raises(InvalidRequest, match=r"logits_processors\[0\].args: must be a list"):
+        quiet(llm, "hello", SamplingParams(max_tokens=1, logits_processors=[entry]))

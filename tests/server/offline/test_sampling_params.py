@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -53,6 +54,10 @@ def test_unsupported_vllm_fields(name: str) -> None:
         ({"custom_logit_processor": "a", "logits_processors": ["b"]}, "logits_processors: give either this or"),
         ({"logits_processors": len}, "logits_processors: must be a list of processors, not builtin_function"),
         ({"logits_processors": "a.b"}, "logits_processors: must be a list of processors, not str"),
+        ({"eos_token_ids": [1]}, "eos_token_ids: is set by the engine: use stop_token_ids"),
+        ({"processors": ("a",)}, "processors: is set by the engine: use logits_processors"),
+        ({"custom_params": [1]}, "custom_params: must be a dict, not list"),
+        ({"extra_args": "a"}, "extra_args: must be a dict, not str"),
         ({"logits_processors": {"processor": "a"}}, "logits_processors: must be a list of processors, not dict"),
     ],
 )
@@ -133,6 +138,30 @@ def test_sglang_errors_name_the_path() -> None:
         SamplingParams.from_sglang({"beam_width": 2}, "here")
     with pytest.raises(BadRequest, match=r"here.top_k: "):
         SamplingParams.from_sglang({"top_k": "5"}, "here")
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"max_new_tokens": -1}, "here.max_new_tokens: must be 0 or greater"),
+        ({"min_new_tokens": -1}, "here.min_new_tokens: must be 0 or greater"),
+        (
+            {"max_new_tokens": 1, "min_new_tokens": 2},
+            "here.min_new_tokens: must not be greater than max_new_tokens",
+        ),
+        ({"temperature": -1}, "here.temperature: must be 0 (greedy) or greater"),
+        ({"logits_processors": "a"}, "here.logits_processors: must be a list of processors, not str"),
+    ],
+)
+def test_sglang_values_out_of_range_name_the_path(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        SamplingParams.from_sglang(values, "here")
+    assert str(caught.value).startswith(message)
+
+
+def test_sglang_seed_that_contradicts_its_alias() -> None:
+    with pytest.raises(BadRequest, match=r"here.seed: differs from sampling_seed"):
+        SamplingParams.from_sglang({"seed": 1, "sampling_seed": 2}, "here")
 
 
 def test_sglang_names_exist() -> None:
