@@ -406,9 +406,13 @@ def describe(cls: type) -> ClassDescription:
     Raises:
         ProcessorLoadError: `params_schema` is not a JSON object of at most 32 KiB, so that it could not be enforced.
     """
+    return _sanitized(class_name(cls), own_summary(cls), _json_object(getattr(cls, "params_schema", None)))
+
+
+def own_summary(cls: type) -> str:
+    """Return the first paragraph of a class's own docstring; "" if it has none."""
     doc = vars(cls).get("__doc__")  # `cls.__doc__` would be the base class's
-    paragraph = inspect.cleandoc(doc).partition("\n\n")[0] if isinstance(doc, str) else ""
-    return _sanitized(class_name(cls), paragraph, _json_object(getattr(cls, "params_schema", None)))
+    return " ".join(inspect.cleandoc(doc).partition("\n\n")[0].split()) if isinstance(doc, str) else ""
 
 
 def to_bytes(description: ClassDescription) -> bytes:

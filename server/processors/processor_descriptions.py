@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from hashlib import sha256
-from inspect import getdoc
 
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
+from logitship.sampler.processors.executor import own_summary
 
 from .registration import Registration
 from .runnable_source import runnable_text, uploaded_artifacts
@@ -32,7 +32,7 @@ def installed_info(name: str, cls: type[CustomLogitProcessor]) -> ProcessorInfo:
         kind="installed",
         name=name,
         digest=installed_digest(name),
-        description=" ".join((getdoc(cls) or "").partition("\n\n")[0].split()),
+        description=own_summary(cls),
         params_schema=None if schema is None else dict(schema),
         is_mask=issubclass(cls, BuiltinProcessor) and cls.is_mask,
     )

@@ -31,6 +31,7 @@ from logitship.sampler.processors.processor_cache import ProcessorCache, Process
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.processors.artifact_store import ArtifactStore, ArtifactStoreFull
 from logitship.server.processors.callable_library import CallableLibrary
+from logitship.server.processors.processor_descriptions import installed_info
 from logitship.server.processors.processor_library import (
     InvalidName,
     InvalidParams,
@@ -174,6 +175,13 @@ def test_installed_processors_are_listed_with_their_schema(new_library: NewLibra
     assert list(listed) == list(installed_processors())
     assert listed[NAME].description.startswith("Sets the logits of each request's `token_ids` to -inf")
     assert listed[NAME].params_schema == installed_processors().get(NAME).params_schema
+
+
+def test_installed_processor_without_a_docstring_has_no_description() -> None:
+    class Bare(CustomLogitProcessor):
+        pass
+
+    assert installed_info("bare", Bare).description == ""
 
 
 def test_unknown_name_lists_the_known_ones(new_library: NewLibrary) -> None:
