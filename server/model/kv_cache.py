@@ -106,8 +106,8 @@ def allocate_zeros(size: tuple[int, ...], dtype: torch.dtype, device: torch.devi
         return torch.zeros(size, dtype=dtype, device=device)
     # `torch.zeros` writes the zeros, which takes the memory at once. A new mapping is zero already: the kernel provides
     # its pages when they are first written. Small pages: with huge ones, the first token of each head in each slot
-    # would take, and clear, two megabytes.
-    memory = mmap.mmap(-1, max(1, math.prod(size) * dtype.itemsize))
+    # would take, and clear, two megabytes. Private: reading a page of a shared mapping takes memory, too.
+    memory = mmap.mmap(-1, max(1, math.prod(size) * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # the kernel has no huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype, count=math.prod(size)).view(size)
@@ -199,7 +199,6 @@ class PrefixCache:
         if not new:
             return
         self._evict(len(new), keeping=set(keys))
-        new = dict(list(new.items())[: len(self._free)])
         indices = self._tensor([self._free.pop() for _ in new])
         blocks = self._tensor(list(new.values()))
         length = len(keys) * BLOCK_SIZE
@@ -224,7 +223,7 @@ class PrefixCache:
             self._blocks.move_to_end(key)
 
     def _evict(self, count: int, keeping: set[bytes]) -> None:
-        """Evict the least recently used blocks until `count` are free."""
+        """Evict the least recently used blocks until `count` are free, at most those of the pool without `keeping`."""
         for key in list(self._blocks):
             if len(self._free) >= count:
                 return

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.model.kv_cache import BLOCK_SIZE, CacheShape, PrefixCache, SlotCache
+from logitship.server.model.kv_cache import BLOCK_SIZE, CacheShape, PrefixCache, SlotCache, allocate_zeros
 from logitship.server.requests.messages import BeamSearch, GenerationChunk, GenerationRequest, GenerationStream
 
 SHAPE = CacheShape(num_layers=2, num_slots=3, num_kv_heads=2, max_len=5, head_dim=4)
@@ -32,6 +34,18 @@ def test_new_cache_is_zero(dtype: torch.dtype) -> None:
     assert all(list(layer.shape) == [3, 2, 5, 4] and layer.dtype == dtype for layer in layers)
     assert not any(layer.any() for layer in layers)
     assert sum(layer.nbytes for layer in layers) == SHAPE.nbytes(dtype)
+
+
+def test_reading_takes_no_memory() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
+
+    zeros = allocate_zeros((64 << 20,), torch.uint8, torch.device("cpu"))
+    before = resident()
+    assert not zeros.any()
+    assert resident() - before < 16 << 20
+    zeros.fill_(1)
+    assert resident() - before > 48 << 20
 
 
 def test_layers_share_no_storage() -> None:
