@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,24 +50,19 @@ def load_model(config: ServerConfig) -> LoadedModel:
         disable_progress_bar()  # type: ignore[no-untyped-call]
     started = time.monotonic()
     device = find_device(config.device)
+    model_name = f"model {config.model_path!r}"
     source = find_model(config.model_path, config.trust_remote_code)
-    tokenizer_source = find_model(config.tokenizer_path, config.trust_remote_code) if config.tokenizer_path else source
+    tokenizer_source = source
+    if config.tokenizer_path:
+        tokenizer_source = find_model(config.tokenizer_path, config.trust_remote_code, "tokenizer")
     logger.info("loading the model %s", config.model_path)
-    try:
+    with _load_errors(f"tokenizer {config.tokenizer_path!r}" if config.tokenizer_path else model_name):
         hf_tokenizer = AutoTokenizer.from_pretrained(tokenizer_source.name, **tokenizer_source.options)
+    with _load_errors(model_name):
         hf_config = AutoConfig.from_pretrained(source.name, **source.options)
         dtype = _dtype(config, hf_config, device)
         model = AutoModelForCausalLM.from_pretrained(source.name, dtype=dtype, **source.options)
         torch.nn.Module.to(model, device)  # transformers' own `to` is untyped
-    except (
-        OSError,
-        ValueError,
-        ImportError,
-        LookupError,
-        RuntimeError,
-    ) as error:  # raised by transformers for unusable models
-        reason = f"{type(error).__name__}: {error}"
-        raise ModelLoadError(f"cannot load the model {config.model_path!r}: {reason}") from error
     if config.chat_template:
         hf_tokenizer.chat_template = _read_chat_template(config.chat_template)
     text_config = model.config.get_text_config()
@@ -85,6 +82,15 @@ def load_model(config: ServerConfig) -> LoadedModel:
         vocab_size=text_config.vocab_size,
         max_len=getattr(text_config, "max_position_embeddings", None) or 4096,
     )
+
+
+@contextmanager
+def _load_errors(name: str) -> Iterator[None]:
+    """Raise what transformers raises for unusable models and tokenizers as a `ModelLoadError`."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, LookupError, RuntimeError) as error:
+        raise ModelLoadError(f"cannot load the {name}: {type(error).__name__}: {error}") from error
 
 
 def _read_chat_template(path: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,13 @@ class ModelSource:
     options: dict[str, Any]
 
 
-def find_model(path: str, trust_remote_code: bool) -> ModelSource:
+def find_model(path: str, trust_remote_code: bool, what: str = "model") -> ModelSource:
     """Find a model or a tokenizer.
+
+    Args:
+        path: a folder, a GGUF file, or a hub name.
+        trust_remote_code: run code that comes with it.
+        what: `model` or `tokenizer`, for error messages.
 
     Raises:
         ModelLoadError: there is none.
@@ -41,23 +47,23 @@ def find_model(path: str, trust_remote_code: bool) -> ModelSource:
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if path == DEFAULT_MODEL:
         return ModelSource(str(default_model_folder()), options)
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))  # `Path.expanduser` fails for unknown users
     if path.endswith(".gguf"):
         if not file.is_file():
             raise ModelLoadError(f"there is no GGUF file {path!r}")
         return ModelSource(str(file.parent), options | {"gguf_file": file.name})
     if file.is_file():
         raise ModelLoadError(
-            f"{path!r} is a file: --model-path takes a model's folder, such as {str(file.parent)!r}, or a .gguf file"
+            f"{path!r} is a file: --{what}-path takes a {what}'s folder, such as {str(file.parent)!r}, or a .gguf file"
         )
     if not file.is_dir():
         if path.startswith(("/", "./", "../", "~")):
             raise ModelLoadError(f"there is no folder {path!r}")
-        _check_hub(path)
+        _check_hub(path, what)
     return ModelSource(str(file) if path.startswith("~") else path, options)
 
 
-def _check_hub(name: str) -> None:
+def _check_hub(name: str, what: str) -> None:
     """Ask the hub for a model once. Its library would ask for each file six times, which takes a minute."""
     try:
         if constants.HF_HUB_OFFLINE or try_to_load_from_cache(name, "config.json") is not None:
@@ -76,7 +82,7 @@ def _check_hub(name: str) -> None:
         reason = f"there is no such folder, and {constants.ENDPOINT} cannot be reached ({_first_line(error)})"
     else:
         return
-    raise ModelLoadError(f"cannot load the model {name!r}: {reason}")
+    raise ModelLoadError(f"cannot load the {what} {name!r}: {reason}")
 
 
 def find_device(name: str) -> torch.device:

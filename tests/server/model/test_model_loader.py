@@ -136,7 +136,7 @@ def test_separate_tokenizer_path(folder: Path, tmp_path: Path) -> None:
     assert loaded.tokenizer.decode(loaded.tokenizer.encode("abc")) == "abc"
 
 
-@pytest.mark.parametrize("path", ["./nowhere", "nowhere.gguf", "/nowhere/at/all"])
+@pytest.mark.parametrize("path", ["./nowhere", "nowhere.gguf", "/nowhere/at/all", "~nobody_/x", "~nobody_/x.gguf"])
 def test_missing_path_is_named(path: str) -> None:
     with pytest.raises(ModelLoadError, match="there is no"):
         load_model(ServerConfig(model_path=path))
@@ -145,6 +145,16 @@ def test_missing_path_is_named(path: str) -> None:
 def test_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelLoadError, match="cannot load the model"):
         load_model(ServerConfig(model_path=str(tmp_path)))
+
+
+def test_tokenizer_that_cannot_be_loaded_is_named(folder: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(ModelLoadError, match=f"cannot load the tokenizer '{empty}'"):
+        load_model(ServerConfig(model_path=str(folder), tokenizer_path=str(empty)))
+    file = folder / "config.json"
+    with pytest.raises(ModelLoadError, match="--tokenizer-path takes a tokenizer's folder"):
+        load_model(ServerConfig(model_path=str(folder), tokenizer_path=str(file)))
 
 
 def test_missing_chat_template_is_named(folder: Path) -> None:
