@@ -73,7 +73,7 @@ async def _tokenize(engine: AsyncEngine, received_body: ReceivedBody[TokenizeReq
         [tokens] = await work.run(_encode_all, engine, [body.prompt], body.add_special_tokens)
     response: TokenizeResponse = {
         "tokens": tokens,
-        "count": [len(each) for each in tokens] if _are_lists(tokens) else len(tokens),
+        "count": [len(each) for each in tokens] if isinstance(body.prompt, list) else len(tokens),
         "max_model_len": engine.model.max_model_len,
     }
     if body.return_token_strs:

@@ -19,6 +19,8 @@ def test_tokenize_several_texts(client: Any) -> None:
     answer = client.ok("/tokenize", {"prompt": ["ab", "c"], "return_token_strs": True})
     assert (answer["tokens"], answer["count"]) == ([[97, 98], [99]], [2, 1])
     assert answer["token_strs"] == [["a", "b"], ["c"]]
+    nothing = client.ok("/tokenize", {"prompt": [], "return_token_strs": True})
+    assert (nothing["tokens"], nothing["count"], nothing["token_strs"]) == ([], [], [])
 
 
 def test_tokenize_conversation(client: Any) -> None:
