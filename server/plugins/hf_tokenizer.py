@@ -13,10 +13,14 @@ def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool, log
     """Load the tokenizer with transformers; None if it cannot: processors that need none still run."""
     from transformers import AutoTokenizer
 
-    logging.getLogger("transformers").setLevel(logging.ERROR)
+    transformers_logger = logging.getLogger("transformers")
+    level = transformers_logger.level
+    transformers_logger.setLevel(logging.ERROR)
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=trust_remote_code)
     # transformers does not know the tokenizers of some models.
     except Exception as error:  # noqa: BLE001  # boundary: third-party code
         logger.warning("processors get no tokenizer: transformers cannot load %s: %s", name, error)
         return None
+    finally:
+        transformers_logger.setLevel(level)
