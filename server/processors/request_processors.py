@@ -51,7 +51,7 @@ RESERVED_KEY = "__req__"
 """Key of the request among the parameters that a processor gets."""
 
 _MAX_ELEMENTS = 1000
-"""Most keys and values of a processor string, see `json_scan`. Those that `to_str()` makes have fewer than ten."""
+"""Most keys and values of a processor string, see `scan_json`. Those that `to_str()` makes have fewer than ten."""
 
 
 def read_entries(
