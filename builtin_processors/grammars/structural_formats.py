@@ -342,6 +342,24 @@ def is_open(part: Format) -> bool:
     return False
 
 
+def ends_with_grammar(part: Format) -> bool:
+    """Return whether it may end with EBNF."""
+    match part:
+        case Grammar():
+            return True
+        case Concatenation():
+            return ends_with_grammar(part.elements[-1])
+        case Or():
+            return any(map(ends_with_grammar, part.elements))
+        case Tag():
+            return ConstString(value="") in part.end and ends_with_grammar(part.content)
+        case TagsWithSeparator():
+            return any(map(ends_with_grammar, part.tags))
+        case Optional() | Plus() | Star() | Repeat():
+            return ends_with_grammar(part.content)
+    return False
+
+
 def _tag(structure: _Structure) -> dict[str, Any]:
     content = {"type": "json_schema", "json_schema": structure.json_schema}
     return {"begin": structure.begin, "content": content, "end": structure.end}

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from llguidance import regex_to_lark
 
@@ -23,7 +23,10 @@ from .grammar_source import NO_FORCING, ebnf_rules, json_value, literal
 _MAX_LENGTH = 1 << 20
 """Maximum characters of the Lark grammar of a structural tag."""
 _MAX_PARTS = 50_000
-"""Maximum formats to process, with repetition, which takes less than a second."""
+"""Maximum formats to process, with repetition, which takes a second or two. `_once` keeps their texts out of this."""
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -81,7 +84,7 @@ class _Symbol:
     """A part of a rule's body.
 
     Attributes:
-        lark: its Lark source: of a terminal if it is regular, else of a rule.
+        lark: its Lark source: of a terminal if it is regular, else of a rule. Short, because it may be repeated.
         is_regular: whether it can be joined with adjacent symbols into one terminal.
         texts: its possible texts, if they are few or it is an added token.
         is_added: it begins with an added token, where free text ends.
@@ -97,6 +100,22 @@ _NOT_FREE = _Symbol("")
 """A following symbol whose beginning is unknown, so that free text cannot end before it."""
 
 
+def _once(method: Callable[Concatenate[_Lark, _P], _T]) -> Callable[Concatenate[_Lark, _P], _T]:
+    """Cache the results of a method whose work grows with the length of texts.
+
+    A format may be processed thousands of times, and its texts may be as long as the structural tag may be.
+    """
+
+    def cached(self: _Lark, /, *arguments: _P.args, **options: _P.kwargs) -> _T:
+        key = (method, arguments, *options.items())
+        if key not in self.results:
+            self.results[key] = method(self, *arguments, **options)
+        result: _T = self.results[key]
+        return result
+
+    return cached
+
+
 class _Lark:
     """Builder of a Lark grammar.
 
@@ -105,7 +124,11 @@ class _Lark:
     """
 
     def __init__(self, tokens: TokenNames) -> None:
+        self.results: dict[Hashable, Any] = {}
+        """See `_once`."""
         self._tokens = tokens
+        self._groups_of: dict[int, list[tuple[str, list[formats.Tag]]]] = {}
+        """By the id of a format's tags, which the structural tag keeps alive."""
         self._names: dict[str, str] = {}
         self._rules: list[str] = []
         self._length = 0
@@ -128,21 +151,23 @@ class _Lark:
             then: the following symbols.
         """
         self._count()
-        if all(symbol.is_regular for symbol in then) and (lark := self._regular(part, stop)) is not None:
-            texts = (part.value,) if isinstance(part, formats.ConstString) and part.value else ()
+        if part == formats.ConstString(value=""):
+            return then
+        texts = _texts(part)
+        if (texts or all(each.is_regular for each in then)) and (lark := self._regular(part, stop)) is not None:
             return [_Symbol(lark, is_regular=True, texts=texts), *then]
         match part:
             case formats.ConstString():
                 return self._text(part.value, then)
             case formats.Regex():
-                return [_Symbol(_regex(part.pattern), is_regular=True), *then]
+                return [_Symbol(self._pattern(part.pattern), is_regular=True), *then]
             case formats.JsonSchema():
                 spaces = None if part.max_whitespace_cnt is None else rf"[ \n\r\t]{{0,{part.max_whitespace_cnt}}}"
                 if part.max_whitespace_cnt == 0:
                     spaces = ""
                 return [_Symbol(self._rule(json_value(part.json_schema, spaces))), *then]
             case formats.Grammar():
-                return [_Symbol(self._ebnf(part.grammar)), *_in_characters(then)]
+                return [_Symbol(self._ebnf(part.grammar)), *self._in_characters(then)]
             case formats.Token():
                 return [self._token(part.token), *then]
             case formats.AnyText(max_tokens=int(max_tokens)):
@@ -165,8 +190,10 @@ class _Lark:
             case formats.TagsWithSeparator():
                 return self._separated(part, then)
             case formats.Optional() | formats.Plus() | formats.Star() | formats.Repeat():
-                content = self._joined(self._symbols(part.content, stop, [_NOT_FREE]))
-                return [_Symbol(self._rule(_repeated(self._rule(content), part))), *then]
+                content = self._symbols(part.content, stop, [_NOT_FREE])
+                if formats.ends_with_grammar(part.content):
+                    content, then = self._in_characters(content), self._in_characters(then)
+                return [_Symbol(self._rule(_repeated(self._rule(self._joined(content)), part))), *then]
 
     def _regular(self, part: formats.Format, stop: Sequence[str]) -> str | None:
         """Return the name of a terminal, or None if the format is not regular."""
@@ -177,15 +204,15 @@ class _Lark:
     def _expression(self, part: formats.Format, stop: Sequence[str]) -> str | None:
         match part:
             case formats.ConstString():
-                return None if self._pieces(part.value)[1:] else _literal(part.value)
+                return None if self._pieces(part.value)[1:] else self._literal(part.value)
             case formats.Regex():
-                return _regex(part.pattern)
+                return self._pattern(part.pattern)
             case formats.AnyText() | formats.TriggeredTags() | formats.Dispatch() if self._tokens.in_text:
                 return None
             case formats.AnyText(max_tokens=int()):
                 return None
             case formats.AnyText():
-                return self._free([*stop, *part.excludes], part.max_chars)
+                return self._free(_distinct(stop, part.excludes), part.max_chars)
             case formats.Concatenation():
                 return self._all(" ", (self._regular(each, stop) for each in part.elements))
             case formats.Or():
@@ -218,7 +245,7 @@ class _Lark:
     def _regular_dispatch(
         self, rules: Sequence[tuple[str, Sequence[formats.Format]]], loop: bool, avoid: Sequence[str]
     ) -> str | None:
-        avoid = [*avoid, *(trigger for trigger, _ in rules)]
+        avoid = _distinct(avoid, (trigger for trigger, _ in rules))
         branches = []
         for trigger, contents in rules:
             content = self._all(" | ", (self._regular(each, ()) for each in contents))
@@ -247,8 +274,8 @@ class _Lark:
                 )
             avoid = [*avoid, *then[0].texts]
         end = then[0].texts if then and then[0].is_added else ()
-        skipped = self._added_in_text([*avoid, *end]) if max_chars is None else []
-        return [*skipped, _Symbol(self._free(avoid, max_chars), is_regular=True), *then]
+        skipped = self._added_in_text(_distinct(avoid, end)) if max_chars is None else []
+        return [*skipped, _Symbol(self._free(_distinct(avoid), max_chars), is_regular=True), *then]
 
     def _limited_text(self, avoid: Sequence[str], then: list[_Symbol], max_tokens: int) -> list[_Symbol]:
         """Return free text of so many tokens, and the following symbols."""
@@ -256,19 +283,20 @@ class _Lark:
             return then
         end = then[0] if then else None
         if end is None or end.is_added:
-            return [_Symbol(self._rule(self._free(avoid), max_tokens)), *then]
+            return [_Symbol(self._rule(self._free(_distinct(avoid)), max_tokens)), *then]
         if not end.is_regular or not end.texts:
             raise ValueError(
                 "any_text with max_tokens cannot be distinguished from what follows: let it end the output or a tag, or"
                 " stand before a const_string"
             )
         # At the limit, llguidance takes the first of these symbols as complete: the end must follow it.
-        free = self._free([*avoid, *end.texts])
+        free = self._free(_distinct(avoid, end.texts))
         cut = self._rule(free, max_tokens)
         ended = self._rule(self._terminal(f"{free} {end.lark}"), max_tokens)
         return [_Symbol(self._rule(f"{cut} {end.lark} | {ended}")), *then[1:]]
 
-    def _added_in_text(self, avoid: Sequence[str]) -> list[_Symbol]:
+    @_once
+    def _added_in_text(self, avoid: tuple[str, ...]) -> list[_Symbol]:
         """Return free text up to its last added token."""
         ids = [
             self._tokens.added[text]
@@ -284,7 +312,8 @@ class _Lark:
         end = self._regular(formats.Or(elements=tag.end), ())
         if end is not None:
             texts = tag.end_texts if len(tag.end_texts) == len(tag.end) else ()
-            content = self._symbols(tag.content, tag.end_texts, [_Symbol(end, True, texts), *then])
+            ends = [_Symbol(end, True, texts)] if tag.end_texts else []
+            content = self._symbols(tag.content, tag.end_texts, [*ends, *then])
         elif len(tag.end) == 1:
             content = self._symbols(tag.content, tag.end_texts, self._symbols(tag.end[0], (), then))
         else:
@@ -308,7 +337,7 @@ class _Lark:
         then: list[_Symbol],
     ) -> list[_Symbol]:
         """Return free text without a trigger, or free text, a trigger, and one of its contents."""
-        avoid = [*avoid, *(trigger for trigger, _ in rules)]
+        avoid = _distinct(avoid, (trigger for trigger, _ in rules))
         then = then if loop else self._shared(then)
         before = self._added_in_text(avoid)
         branches = []
@@ -325,18 +354,22 @@ class _Lark:
         return [_Symbol(self._rule(self._alternatives([rest, *branches])))]
 
     def _groups(self, part: formats.TriggeredTags) -> list[tuple[str, list[formats.Tag]]]:
+        if (known := self._groups_of.get(id(part.tags))) is not None:
+            return known
         groups = part.groups()
         for trigger, tags in groups.items():
             for tag in tags:
                 rest = tag.begin.value if isinstance(tag.begin, formats.ConstString) else ""
                 if len(self._pieces(trigger + rest)) != len(self._pieces(trigger)) + len(self._pieces(rest)) - 1:
                     raise ValueError(f"the trigger {shown(trigger)} ends within a token's text: write all of it")
-        return list(groups.items())
+        return self._groups_of.setdefault(id(part.tags), list(groups.items()))
 
     def _separated(self, part: formats.TagsWithSeparator, then: list[_Symbol]) -> list[_Symbol]:
         tag = self._either(part.tags, (), [_NOT_FREE]).lark
-        separator = self._joined(self._text(part.separator, []))
-        return [_Symbol(self._rule(_separated(tag, separator, part))), *then]
+        separator = self._text(part.separator, [])
+        if any(map(formats.ends_with_grammar, part.tags)):
+            separator, then = self._in_characters(separator), self._in_characters(then)
+        return [_Symbol(self._rule(_separated(tag, self._joined(separator), part))), *then]
 
     def _either(self, parts: Sequence[formats.Format], stop: Sequence[str], then: list[_Symbol]) -> _Symbol:
         """Return an alternative of several formats, each with the following symbols."""
@@ -367,9 +400,16 @@ class _Lark:
             if index % 2:
                 then = [self._token(self._tokens.added[piece]), *then]
             elif piece:
-                then = [_Symbol(_literal(piece), is_regular=True, texts=(piece,)), *then]
+                then = [_Symbol(self._literal(piece), is_regular=True, texts=(piece,)), *then]
         return then
 
+    def _in_characters(self, symbols: list[_Symbol]) -> list[_Symbol]:
+        """Split the texts after EBNF into characters, like EBNF itself. Otherwise the lexer would prefer them."""
+        known = list(itertools.takewhile(lambda symbol: symbol.is_regular and symbol.texts, symbols))
+        split = [self._rule(" | ".join(" ".join(map(self._literal, text)) for text in each.texts)) for each in known]
+        return [*map(_Symbol, split), *symbols[len(known) :]]
+
+    @_once
     def _pieces(self, text: str) -> list[str]:
         """Split a text into text and added tokens, alternately."""
         if self._added is None:
@@ -389,20 +429,38 @@ class _Lark:
         texts = tuple(text for text, number in self._tokens.added.items() if number == found)
         return _Symbol(f"<[{found}]>", texts=texts, is_added=bool(texts))
 
-    def _free(self, avoid: Iterable[str], max_chars: int | None = None) -> str:
+    @_once
+    def _free(self, avoid: tuple[str, ...], max_chars: int | None = None) -> str:
         """Return a terminal of any text that contains none of these."""
-        texts = "|".join(dict.fromkeys(map(literal, avoid)))
+        texts = "|".join(map(literal, avoid))
         lark = r"/(?s:.*)/" if max_chars is None else rf"/(?s:.{{0,{max_chars}}})/"
         return self._terminal(lark + (rf" & ~/(?s:.*)(?:{texts})(?s:.*)/" if texts else ""))
 
-    def _up_to(self, trigger: str, avoid: Sequence[str]) -> str:
+    @_once
+    def _up_to(self, trigger: str, avoid: tuple[str, ...]) -> str:
         """Return a terminal of free text and a trigger, which is the first in it, even if triggers overlap."""
-        texts = "|".join(dict.fromkeys(map(literal, avoid)))
-        free = self._terminal(f"{self._free(avoid)} {_literal(trigger)}")
-        ends = (text[start:] for text in avoid for start in range(max(1, len(text) - len(trigger)), len(text)))
-        if not any(map(trigger.startswith, ends)):
-            return free  # triggers cannot overlap
+        free = self._terminal(f"{self._free(avoid)} {self._literal(trigger)}")
+        if trigger not in self._overlapped(avoid):
+            return free
+        texts = "|".join(map(literal, avoid))
         return self._terminal(rf"{free} & ~/(?s:.*)(?:{texts})(?s:.+)/")
+
+    @_once
+    def _overlapped(self, texts: tuple[str, ...]) -> frozenset[str]:
+        """Return the texts that may begin within one of them."""
+        # Hashes take less memory than the ends. If two are equal by chance, `_up_to` only excludes what cannot occur.
+        ends = {hash(text[start:]) for text in texts for start in range(1, len(text))}
+        return frozenset(
+            text for text in texts if not ends.isdisjoint(hash(text[:end]) for end in range(1, len(text) + 1))
+        )
+
+    @_once
+    def _literal(self, text: str) -> str:
+        return self._terminal(f"/{literal(text)}/" if text else '""')
+
+    @_once
+    def _pattern(self, regex: str) -> str:
+        return self._terminal(f"/{regex_to_lark(regex, '')}/")
 
     def _terminal(self, lark: str) -> str:
         if lark not in self._names:
@@ -436,12 +494,15 @@ class _Lark:
             raise ValueError(f"written out, it has more than {_MAX_LENGTH} characters")
 
 
-def _literal(text: str) -> str:
-    return f"/{literal(text)}/" if text else '""'
+def _distinct(*texts: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(itertools.chain(*texts)))
 
 
-def _regex(pattern: str) -> str:
-    return f"/{regex_to_lark(pattern, '')}/"
+def _texts(part: formats.Format) -> tuple[str, ...]:
+    """Return the texts of a format that is a text or a choice of texts; of others, none."""
+    parts = part.elements if isinstance(part, formats.Or) else (part,)
+    texts = tuple(each.value for each in parts if isinstance(each, formats.ConstString) and each.value)
+    return texts if len(texts) == len(parts) else ()
 
 
 def _repeated(lark: str, part: formats.Optional | formats.Plus | formats.Star | formats.Repeat) -> str:
@@ -462,11 +523,3 @@ def _repeated(lark: str, part: formats.Optional | formats.Plus | formats.Star | 
 def _separated(tag: str, separator: str, part: formats.TagsWithSeparator) -> str:
     tags = tag if part.stop_after_first else f"{tag} ({separator} {tag})*"
     return f"({tags})" if part.at_least_one else f"({tags})?"
-
-
-def _in_characters(symbols: list[_Symbol]) -> list[_Symbol]:
-    """Split a text after EBNF into characters, like EBNF itself. Otherwise the lexer would prefer it to the EBNF."""
-    if not symbols or not symbols[0].is_regular or len(symbols[0].texts) != 1:
-        return symbols
-    characters = " ".join(_literal(character) for character in symbols[0].texts[0])
-    return [_Symbol(characters), *symbols[1:]]

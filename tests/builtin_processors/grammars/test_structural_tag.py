@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +179,45 @@ def test_only_the_end_follows_max_tokens() -> None:
     assert reader.takes(begin + "</t>7")
 
 
+LETTERS = {"type": "grammar", "grammar": "root ::= [a-z]*"}
+AFTER_EBNF: list[tuple[Any, list[str], list[str]]] = [
+    (tag("<", LETTERS, "xyz"), ["<axyaxyz", "<xyz"], ["<axy"]),
+    (tag("<", LETTERS, ["xyz", "uvw"]), ["<axyaxyz", "<axyuvw", "<xyzuvw"], ["<axyuv"]),
+    (tag("[", tag("<", LETTERS, ""), "xyz"), ["[<axyaxyz"], ["[<axy"]),
+    (sequence(LETTERS, text(""), text("xyz"), text("uvw")), ["xyaxyzuvw", "xyzuvxyzuvw"], ["xyz", "uvw"]),
+    (
+        sequence(LETTERS, {"type": "or", "elements": [text("xyz"), text("uvw")]}, JSON),
+        ["axyaxyz1", "uvxyuvw12"],
+        ["axy1"],
+    ),
+    (sequence({"type": "plus", "content": LETTERS}, text("xyz")), ["xyaxyz"], ["xya"]),
+    (
+        {"type": "plus", "content": sequence(text("<a>"), {"type": "grammar", "grammar": 'root ::= "b" [<ac]*'})},
+        ["<a>b<ac", "<a>b<a<a>b"],
+        ["<a>b>"],
+    ),
+    (
+        {"type": "tags_with_separator", "tags": [tag("<", LETTERS, "")], "separator": "xyz"},
+        ["<axyaxyz<xya"],
+        ["<axyxy<"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("value", "good", "bad"), AFTER_EBNF, ids=str)
+def test_ebnf_may_contain_the_beginning_of_the_text_after_it(value: Any, good: list[str], bad: list[str]) -> None:
+    reader = Reader(as_json(value), MODEL)
+    assert {each: reader.takes(each) for each in good} == dict.fromkeys(good, True)
+    assert {each: reader.takes(each) for each in bad} == dict.fromkeys(bad, False)
+
+
+def test_free_text_ends_before_a_choice_of_texts() -> None:
+    reader = Reader(as_json(sequence(ANY, {"type": "or", "elements": [text("xyz"), text("xyzu")]}, JSON)), MODEL)
+    assert reader.takes("axyxyz1")
+    assert reader.takes("axyzu1")
+    assert not reader.takes("xyzaxyz1")
+
+
 REFUSED: list[tuple[Any, str]] = [
     ([], "expected an object"),
     ({}, "format: Field required"),
@@ -283,6 +323,28 @@ HOSTILE: dict[str, Any] = {
 def test_hostile_tags_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=r"nests too deeply|expected a format|more than \d+ |at most \d+ "):
         from_structural_tag(HOSTILE[name], TokenNames.of(MODEL))
+
+
+REPETITIVE: dict[str, Any] = {
+    "a long text in what doubles with each level": as_json(at_least_one(11, text("x" * 60_000))),
+    "long patterns": as_json(
+        {"type": "dispatch", "rules": [[f"A{number:04}" + "b" * 900, text("")] for number in range(250)]}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REPETITIVE)
+def test_long_texts_are_not_translated_again(name: str) -> None:
+    began = time.thread_time()
+    from_structural_tag(REPETITIVE[name], TokenNames.of(MODEL))
+    assert time.thread_time() - began < 5
+
+
+def test_overlapping_triggers() -> None:
+    rules = [["aab", text("1")], ["aba", text("2")], ["bb", text("3")]]
+    reader = Reader(as_json({"type": "dispatch", "rules": rules}), MODEL)
+    assert all(map(reader.takes, ["aaab1", "xaba2aab1", "bb3aba2", "ab", "abb3"]))
+    assert not any(map(reader.takes, ["aaba2", "aabb3", "ababb3", "aab"]))
 
 
 def test_nesting_limit() -> None:
