@@ -67,6 +67,7 @@ class DeepseekOCRNoRepeatNGramLogitProcessor(BuiltinProcessor):
         banned: dict[int, npt.NDArray[np.int64]] = {}
         for row, params in enumerate(custom_param_list or ()):
             tokens = self.prepared(params).tokens(params["__req__"])
+            tokens = tokens[tokens < logits.shape[1]]  # ids of images in a prompt may be beyond the vocabulary
             if len(tokens):
                 banned[row] = tokens
         if banned:

@@ -70,6 +70,18 @@ def test_equals_sglang_on_every_history(make_row: MakeRow, sglang: Sglang) -> No
     assert edited > len(cases) // 3, "the random histories hardly ever repeat"
 
 
+@pytest.mark.parametrize(
+    ("ngram_size", "prompt", "expected"),
+    [(1, [5, 100_000_000], [3, 5]), (2, [5, 3, VOCAB_SIZE, 3, 6], [6]), (2, [3, VOCAB_SIZE], [])],
+)
+def test_prompt_tokens_beyond_the_logits(
+    make_row: MakeRow, ngram_size: int, prompt: list[int], expected: list[int]
+) -> None:
+    """A server may represent an image by such ids."""
+    row = make_row({"ngram_size": ngram_size, "window_size": 100}, prompt, [3])
+    assert banned(DeepseekOCRNoRepeatNGramLogitProcessor()(torch.zeros(1, VOCAB_SIZE), [row])) == expected
+
+
 def test_rejected_drafts_leave_no_trace(make_row: MakeRow) -> None:
     """A rolled-back state equals one that never saw the drafts."""
     generator = random.Random(2)
