@@ -91,12 +91,16 @@ class NGramBan:
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> Self:
-        """Build from parameters; missing ones may also be None."""
-        return cls(
-            params.get("ngram_size") or 0,
-            params.get("window_size") or 0,
-            frozenset(params.get("whitelist_token_ids") or ()),
-        )
+        """Build from parameters; missing ones may also be None. Invalid sizes ban nothing."""
+        try:
+            ngram_size, window_size = int(params.get("ngram_size") or 0), int(params.get("window_size") or 0)
+        except (TypeError, ValueError):
+            ngram_size = window_size = 0
+        try:
+            whitelist = frozenset(map(int, params.get("whitelist_token_ids") or ()))
+        except (TypeError, ValueError):
+            whitelist = frozenset()
+        return cls(ngram_size, window_size, whitelist)
 
     def tokens(self, request: Any) -> npt.NDArray[np.int64]:
         """Return the tokens that are banned after a history, int64 [any].

@@ -70,6 +70,26 @@ def test_equals_sglang_on_every_history(make_row: MakeRow, sglang: Sglang) -> No
     assert edited > len(cases) // 3, "the random histories hardly ever repeat"
 
 
+def test_parameters_that_are_not_validated_equal_sglangs(make_row: MakeRow, sglang: Sglang) -> None:
+    """As those of a subclass that a request sends."""
+    params: list[dict[str, Any]] = [
+        {"ngram_size": size, "window_size": window, "whitelist_token_ids": whitelist}
+        for size, window in [(1, 9), ("1", 9.0), (2.5, "9"), ("x", 9), (1, [9])]
+        for whitelist in (["3"], [3.5], 5, ["x", 3], "3", {"3": 0})
+    ]
+    cases = [
+        {"logits": [[0.0] * VOCAB_SIZE], "rows": [{"params": each, "prompt": [2, 3, 2], "output": [3, 3]}]}
+        for each in params
+    ]
+    results = [
+        DeepseekOCRNoRepeatNGramLogitProcessor()(
+            torch.zeros(1, VOCAB_SIZE), [make_row(each, prompt=[2, 3, 2], output=[3, 3])]
+        ).tolist()
+        for each in params
+    ]
+    assert results == sglang("DeepseekOCRNoRepeatNGramLogitProcessor", cases)
+
+
 @pytest.mark.parametrize(
     ("ngram_size", "prompt", "expected"),
     [(1, [5, 100_000_000], [3, 5]), (2, [5, 3, VOCAB_SIZE, 3, 6], [6]), (2, [3, VOCAB_SIZE], [])],
