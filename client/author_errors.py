@@ -288,8 +288,9 @@ def _authors_path(error: BaseException) -> str | None:
     """
     if not any(type(error) is each for each in _FILE_ERRORS):  # `in` compares with `==`, which may be the author's
         return None
-    path = OSError.__dict__["filename"].__get__(error)
-    if type(path) is not str or len(path) > _MAX_NAME_LENGTH:
+    number, problem, path = _file_error(error)
+    # `_with_path` formats all three.
+    if type(number) is not int or type(problem) is not str or type(path) is not str or len(path) > _MAX_NAME_LENGTH:
         return None
     written = (
         text
@@ -301,8 +302,14 @@ def _authors_path(error: BaseException) -> str | None:
 
 
 def _with_path(error: BaseException, path: str) -> str:
-    number, problem = (OSError.__dict__[name].__get__(error) for name in ("errno", "strerror"))
-    return f"[Errno {number}] {scrub(str(problem))[:_MAX_NAME_LENGTH]}: {path!r}"
+    number, problem, _ = _file_error(error)
+    return f"[Errno {number}] {scrub(problem)[:_MAX_NAME_LENGTH]}: {path!r}"
+
+
+def _file_error(error: BaseException) -> tuple[Any, Any, Any]:
+    """Return the number, the problem and the path of an error of a file operation. Each may be the author's object."""
+    number, problem, path = (OSError.__dict__[name].__get__(error) for name in ("errno", "strerror", "filename"))
+    return number, problem, path
 
 
 def _notes(error: BaseException) -> list[str]:

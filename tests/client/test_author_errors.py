@@ -211,6 +211,7 @@ def test_import_error_has_no_folder() -> None:
 # --- hostile exceptions ---
 
 FOLDER = known_folders()[0]
+ESCAPE = "\x1b[31m"
 FAIL = "def fail(*args): raise GeneratorExit\n"
 HOSTILE = {
     "str raises": FAIL + "class Odd(Exception): __str__ = fail\nraise Odd",
@@ -283,6 +284,13 @@ HOSTILE = {
     "unicode error": "'\\ud800'.encode()",
     "odd unicode error": "raise UnicodeDecodeError('utf-8', b'x' * 99999, 10**9, -10**9, '\\ud800')",
     "os error": f"open({FOLDER!r} + str() + '/no/such/file')",
+    "odd error number": FAIL + "class Odd:\n    __format__ = fail\n    def __str__(self): return '2'\n"
+    "raise FileNotFoundError(Odd(), 'x', 'p')",
+    "endless error number": "class Odd:\n    def __str__(self): return 'no'\n"
+    f"    def __format__(self, how): return {ESCAPE + FOLDER + '/a'!r} * 99_999\n"
+    "raise FileNotFoundError(Odd(), 'x', 'p')",
+    "odd problem": "texts = iter(['no'])\nclass Odd:\n    def __str__(self): return next(texts)\n"
+    "raise FileNotFoundError(2, Odd(), 'p')",
     "key error": FAIL + "class Key: __repr__ = fail\nraise KeyError(Key())",
     "no arguments": "e = ValueError('a')\ne.args = ('x' * 9999,) * 99\nraise e",
     "base exception": "raise type('Odd', (BaseException,), {})('odd')",
