@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from .author_errors import chain_of, frames_of
 
@@ -32,31 +31,32 @@ _MAX_FRAMES = 200
 
 # The slots of `type`, which a metaclass cannot override.
 _mro_of = type.__dict__["__mro__"].__get__
-_module_name_of = type.__dict__["__module__"].__get__
+_members_of = type.__dict__["__dict__"].__get__
+_arguments_of = BaseException.__dict__["args"].__get__
 
 
 def sandbox_hint(error: BaseException) -> str:
     """Return advice on an exception that the sandbox caused; "" if it did not."""
-    for each in chain_of(error):
-        for is_cause, hint in _HINTS:
-            if is_cause(each):
-                return hint
-    return ""
+    try:
+        hints = (hint for each in chain_of(error) for is_cause, hint in _HINTS if is_cause(each))
+        return next(hints, "")
+    # Reading an exception may run the author's code despite all precautions.
+    except BaseException:  # noqa: BLE001  # boundary: author code
+        return ""
 
 
 def _modules_of(error: BaseException) -> set[str]:
     """Return the top-level modules that the exception passed through."""
-    names = (frame.f_globals.get("__name__") for frame in frames_of(error, _MAX_FRAMES))
+    names = (dict.get(frame.f_globals, "__name__") for frame in frames_of(error, _MAX_FRAMES))
     return {name.partition(".")[0] for name in names if type(name) is str}
 
 
 def _is_refused(error: BaseException) -> bool:
     """Return whether a system call was refused, or its file does not exist."""
-    return issubclass(type(error), OSError) and _errno_of(error) in _REFUSED
-
-
-def _errno_of(error: BaseException) -> Any:
-    return OSError.__dict__["errno"].__get__(error)
+    if not issubclass(type(error), OSError):
+        return False
+    number = OSError.__dict__["errno"].__get__(error)
+    return type(number) is int and number in _REFUSED
 
 
 def _is_network(error: BaseException) -> bool:
@@ -67,7 +67,7 @@ def _is_network(error: BaseException) -> bool:
 
 def _module_of(cls: type) -> str:
     """Return the top-level module that the class names as its own."""
-    module = _module_name_of(cls)
+    module = _members_of(cls).get("__module__")
     return module.partition(".")[0] if type(module) is str else ""
 
 
@@ -80,8 +80,11 @@ def _is_file(error: BaseException) -> bool:
 
 
 def _message(error: BaseException) -> str:
-    """Return the message of an exception of a built-in class, whose `str` runs no code of the author."""
-    return str(error).lower() if type(error) in (AssertionError, RuntimeError) else ""
+    """Return the message of an exception of a built-in class with a plain text, whose `str` is not the author's."""
+    if not any(type(error) is each for each in (AssertionError, RuntimeError)):  # `in` compares with `==`
+        return ""
+    arguments = _arguments_of(error)
+    return arguments[0].lower() if len(arguments) == 1 and type(arguments[0]) is str else ""
 
 
 def _is_gpu(error: BaseException) -> bool:

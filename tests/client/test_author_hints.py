@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from logitship import CustomLogitProcessor, ProcessorLoadError, ProcessorSerializationError
-from logitship.client import scrub
+from logitship.client import author_hints, scrub
 from logitship.client.author_errors import error_text
 from logitship.client.author_hints import sandbox_hint
 from logitship.client.serialization.call_signature import signature_mistake
@@ -124,6 +124,55 @@ def test_path_that_the_author_wrote_is_shown(monkeypatch: pytest.MonkeyPatch, tm
 def test_errors_of_networking_libraries(module: str) -> None:
     error = type("ConnectionError", (Exception,), {"__module__": module})("Max retries exceeded")
     assert sandbox_hint(error).startswith("the sandbox has no network. Fetch the data before you send the class")
+
+
+class _Metaclass(type):
+    def __eq__(cls, other: object) -> bool:
+        raise GeneratorExit
+
+    __hash__ = type.__hash__
+
+
+class _Text:
+    def __str__(self) -> str:
+        raise GeneratorExit
+
+
+class _Globals(dict[str, Any]):
+    def get(self, *arguments: Any) -> Any:
+        raise GeneratorExit
+
+
+def _raised_with(variables: dict[str, Any]) -> BaseException:
+    variables["__builtins__"] = {"type": type, "OSError": OSError}
+    with pytest.raises(OSError) as caught:  # noqa: PT011
+        exec("raise type('Odd', (OSError,), {})(2, 'x')", variables)
+    return caught.value
+
+
+ODD_ERRORS = {
+    "error number": lambda: OSError([], "x"),
+    "metaclass": lambda: _Metaclass("Odd", (Exception,), {})(),
+    "message": lambda: RuntimeError(_Text()),
+    "class without a module": lambda: _raised_with({}),
+    "globals": lambda: _raised_with(_Globals()),
+}
+
+
+@pytest.mark.parametrize("name", ODD_ERRORS)
+def test_hostile_exceptions_run_no_code(name: str) -> None:
+    """Otherwise, there would be no advice on the cause."""
+    error = ODD_ERRORS[name]()
+    error.__cause__ = RuntimeError("No CUDA GPUs are available")
+    assert sandbox_hint(error).startswith("there is no GPU in the sandbox")
+
+
+def test_exception_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(error: BaseException) -> bool:
+        raise GeneratorExit
+
+    monkeypatch.setattr(author_hints, "_HINTS", [(fail, "a hint")])
+    assert sandbox_hint(ValueError()) == ""
 
 
 def test_errors_that_have_nothing_to_do_with_the_sandbox() -> None:

@@ -192,6 +192,15 @@ def test_load_errors(body: bytes, says: str) -> None:
     assert says == "." or says in answer[1].decode()
 
 
+def test_load_error_whose_number_is_not_one() -> None:
+    methods = "    def __init__(self): raise OSError([], 'x')\n    def __call__(self, logits, params): return logits\n"
+    worker = Worker(torch.zeros(ROWS, VOCAB), MODEL, {})
+    answer = worker.handle(Command.LOAD, load_message(SourceProcessor(HEADER_LINES + methods, "P")))
+    assert answer is not None
+    assert answer[0] is Answer.REFUSED
+    assert "P raised when it was created: OSError: [Errno []] x\n" in answer[1].decode()
+
+
 def test_serve_until_the_connection_closes(monkeypatch: pytest.MonkeyPatch) -> None:
     class Ended(Exception):
         pass
