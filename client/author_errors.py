@@ -42,7 +42,7 @@ _FILE_ERRORS = (FileNotFoundError, IsADirectoryError, NotADirectoryError, OSErro
 _PACKAGE = Path(__file__).parent.parent
 _OUR_FOLDERS = tuple(
     f"{path}{os.sep}"
-    for name in ("client", "sampler", "server")
+    for name in ("builtin_processors", "client", "sampler", "server")
     for path in dict.fromkeys((_PACKAGE / name, (_PACKAGE / name).resolve()))
 )
 _MACHINERY = (*_OUR_FOLDERS, pickle.__file__, "<frozen importlib.")

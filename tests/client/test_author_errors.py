@@ -17,6 +17,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import logitship.builtin_processors
 import logitship.client
 import logitship.sampler
 import logitship.server
@@ -169,7 +170,9 @@ def test_similar_file_names_are_not_quoted(filename: str, monkeypatch: pytest.Mo
 # --- frames ---
 
 
-@pytest.mark.parametrize("module", [logitship.client, logitship.sampler, logitship.server])
+@pytest.mark.parametrize(
+    "module", [logitship.builtin_processors, logitship.client, logitship.sampler, logitship.server]
+)
 @pytest.mark.parametrize("real", [True, False])
 def test_logitship_frames_are_omitted(module: object, real: bool) -> None:
     folder = Path(str(module.__file__)).parent  # type: ignore[attr-defined]
