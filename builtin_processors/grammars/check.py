@@ -70,8 +70,10 @@ def make_matcher(tokenizer: LLTokenizer, grammar: str) -> LLMatcher:
     if not matcher.is_error():
         matcher.compute_bitmask()
     if matcher.is_error():
-        # Cut off the excerpt of the grammar at its end.
-        reason = re.split(r"\n *\d+ \| |<non-verbose/>", matcher.get_error())[0].strip()
+        # Cut off the excerpt of the grammar at its end, or the stack of llguidance.
+        reason = re.split(r"\n *\d+ \| |<non-verbose/>|<backtrace>", matcher.get_error())[0].strip()
+        if reason.startswith("panic:"):
+            reason = f"llguidance failed, probably because it is too large: make it simpler ({reason})"
         raise ValueError("no text matches it" if reason in _NO_TEXT else " ".join(reason.split())[:400])
     return matcher
 
