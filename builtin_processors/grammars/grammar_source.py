@@ -82,7 +82,11 @@ def from_ebnf(text: str) -> str:
     Raises:
         ValueError: the EBNF has an error; names the line.
     """
-    return NO_FORCING + ebnf_rules(text) if _EBNF_RULE.search(text) else text
+    if _EBNF_RULE.search(text):
+        return NO_FORCING + ebnf_rules(text)
+    if "%llguidance" in text or text.lstrip().startswith("{"):  # has options of its own, or is JSON
+        return text
+    return f"{text}\n{NO_FORCING}"  # at the end, so that error messages have the client's line numbers
 
 
 def ebnf_rules(text: str, prefix: str = "") -> str:

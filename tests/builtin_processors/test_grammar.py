@@ -194,6 +194,16 @@ def test_sampled_text_matches_schema(
     assert all(_is_person(row.text) for row in rows), [row.text for row in rows]
 
 
+@pytest.mark.parametrize(
+    "params", [{"ebnf": 'start: "abc"'}, {"ebnf": 'root ::= "abc"'}, {"regex": "abc"}, {"choice": ["abc"]}], ids=str
+)
+def test_any_tokenization_is_allowed(
+    processor: GrammarProcessor, new_row: Callable[..., Row], params: dict[str, Any]
+) -> None:
+    (tokens,) = allowed(processor, new_row(**params))
+    assert {TEXTS[token] for token in tokens} == {"a", "ab", "abc"}
+
+
 def test_end_of_text(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
     row = new_row(choice=["ab", "abc"])
     by_text = {text: token for token, text in TEXTS.items()}

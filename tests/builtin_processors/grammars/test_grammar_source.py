@@ -101,6 +101,24 @@ def test_llguidance_reports_other_errors(tokens: LLTokenizer, text: str) -> None
         make_matcher(tokens, from_ebnf(text))
 
 
+def test_errors_in_lark_name_the_line(tokens: LLTokenizer) -> None:
+    with pytest.raises(ValueError, match=r'2\(4\): unknown name: "oops"'):
+        make_matcher(tokens, from_ebnf("start: a\na: oops"))
+
+
+@pytest.mark.parametrize("text", ['%llguidance {}\nstart: "a"', '{"grammars": [{"json_schema": {}}]}'])
+def test_options_of_lark_are_kept(tokens: LLTokenizer, text: str) -> None:
+    assert from_ebnf(text) == text
+    make_matcher(tokens, text)
+
+
+def test_too_large_grammar(tokens: LLTokenizer) -> None:
+    with pytest.raises(
+        ValueError, match=r"^llguidance failed, .*too large: make it simpler \(panic: [^/<>]* < u16::MAX"
+    ):
+        make_matcher(tokens, from_ebnf("root ::= " + '"a"? ' * 34_000))
+
+
 def test_choices(tokens: LLTokenizer) -> None:
     texts = ["yes", "yes, but", "", "a.b*[c]", 'say "hi"\n', "é😀", "\\d"]
     grammar = from_choice(texts)
