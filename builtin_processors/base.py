@@ -63,10 +63,10 @@ class BuiltinProcessor(CustomLogitProcessor):
         return self.Params.read(params, model)
 
     def restrict(self, param_list: Sequence[dict[str, Any]], allowed: Sequence[AllowedTokens]) -> None:
-        """Forbid what the next call will set to -inf, for each row that the history alone decides.
+        """Forbid the tokens that the next call will set to -inf, in each row where these follow from the history alone.
 
-        Masks forbid only such tokens. A subclass may do that also if it sets logits to finite numbers, as long as all
-        tokens that it does not forbid here stay finite, and it uses no logit. It leaves all other rows open.
+        A subclass that is no mask may restrict a row too, if it keeps the logits of all other tokens finite and reads
+        no logit. Every other row is left open.
 
         Args:
             param_list: the rows' parameters, as for a call.

@@ -42,7 +42,7 @@ class LengthBoost:
 
 
 class GenLengthLogitsProcessor(BuiltinProcessor):
-    """Adds `boost_factor * (tokens / 10) ** p` to the EOS token's logit, which grows with the number of tokens.
+    """Adds a boost that grows with the number of tokens, `boost_factor * (tokens / 10) ** p`, to the EOS token's logit.
 
     Nothing is added once the token was sampled. `boost_token_str` replaces the EOS token by another one. With
     `complete_sentences`, the token is only boosted after a full stop or a new line.

@@ -65,7 +65,7 @@ class Client:
         api_key: API key, sent as a bearer token.
         timeout: seconds without a byte from the server, or an `httpx.Timeout`; None: no timeout.
         max_retries: maximum number of retries where a retry is safe: connection refused, server busy, and requests
-            that change nothing. A generation whose connection broke is never sent again: it might run twice.
+            that may run twice, which are all but generations and `delete_processor`.
         headers: additional headers of every request; `authorization` replaces that of `api_key`.
         transport: httpx transport, for proxies, certificates and tests.
         sleep: function that waits between attempts, in seconds.
@@ -250,7 +250,7 @@ class Client:
         return self._call(requests.get("/server_info"), dict[str, Any])
 
     def health(self) -> bool:
-        """Return whether the server is healthy. Tries once and raises nothing, for polling while a server starts."""
+        """Return whether the server is healthy, for polling while it starts. Tries once; False if it is unreachable."""
         try:
             return self._attempt(requests.get("/health")).is_success
         except TransportError:

@@ -1,4 +1,4 @@
-"""Retry policy: a request is only sent again if it cannot run twice."""
+"""Retry policy: a request is only sent again if it did not run, or may run twice."""
 
 from __future__ import annotations
 
