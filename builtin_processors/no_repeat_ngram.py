@@ -67,7 +67,7 @@ class DeepseekOCRNoRepeatNGramLogitProcessor(BuiltinProcessor):
         banned: dict[int, npt.NDArray[np.int64]] = {}
         for row, params in enumerate(custom_param_list or ()):
             tokens = self.prepared(params).tokens(params["__req__"])
-            tokens = tokens[tokens < logits.shape[1]]  # ids of images in a prompt may be beyond the vocabulary
+            tokens = tokens[tokens < logits.shape[1]]  # SGLang puts larger numbers where an image is
             if len(tokens):
                 banned[row] = tokens
         if banned:
@@ -116,9 +116,7 @@ class NGramBan:
             index = request.state[key] = NGramIndex(self.ngram_size, self.window_size)
         index.follow(request.origin_input_ids, request.output_ids)
         found = index.followers()
-        tokens = np.fromiter(found - self.whitelist if self.whitelist else found, dtype=np.int64)
-        vocab_size: int = request.vocab_size
-        return tokens[tokens < vocab_size]  # SGLang puts larger numbers into prompts, where an image is
+        return np.fromiter(found - self.whitelist if self.whitelist else found, dtype=np.int64)
 
 
 _NO_TOKENS = np.empty(0, dtype=np.int64)
