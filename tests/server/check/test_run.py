@@ -56,7 +56,7 @@ def test_prints_are_shown(check: Check) -> None:
 def test_second_params_are_derived(check: Check, good: type[CustomLogitProcessor]) -> None:
     report = check(good, {"token_ids": [30]})
     assert (report.params, report.num_given_params) == ([{"token_ids": [30]}, {"token_ids": [31]}], 1)
-    assert check(good, {"token_ids": [259]}).params == [{"token_ids": [259]}]  # 260 is no token
+    assert check(good, {"token_ids": [259]}).params == [{"token_ids": [259]}, {"token_ids": [258]}]  # 260 is no token
     report = check(good, {"token_ids": [3]}, {"token_ids": [7]})
     assert (report.params, report.num_given_params) == ([{"token_ids": [3]}, {"token_ids": [7]}], 2)
 
