@@ -96,8 +96,9 @@ def complete(document: dict[str, Any], models: Sequence[type]) -> None:
     schemas.update(_definitions(tuple(models)))
     for route in document["paths"].values():
         for each in route.values():
-            # An invalid parameter is a 400 or 404 here, not FastAPI's 422. An empty schema would allow any JSON response.
+            # An invalid parameter is a 400 or 404 here, not FastAPI's 422.
             each["responses"].pop("422", None)
+            # An empty schema would allow any JSON response.
             if not each["responses"]["200"].get("content", {}).get("application/json", {"schema": True})["schema"]:
                 del each["responses"]["200"]["content"]["application/json"]
     for unused in ("HTTPValidationError", "ValidationError"):
