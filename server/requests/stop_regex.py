@@ -286,9 +286,12 @@ def _merged(all_paths: Iterable[Iterable[tuple[int, int]]]) -> dict[int, int]:
 
 
 def _minimal(paths: dict[int, int]) -> _Paths:
-    """Return paths without those that others make redundant: to the same node, under fewer conditions."""
+    """Return paths without those that no text meets, and those to the same node as others under fewer conditions.
+
+    Of two calls, the one with more paths must not drop one that the other keeps: `_closures` would never end.
+    """
     if len(paths) == 1:
-        return tuple(paths.items())
+        return tuple(path for path in paths.items() if path[0] in _SATISFIABLE)
     kept: list[tuple[int, int]] = []
     for conditions in sorted(paths, key=lambda each: (each.bit_count(), each)):
         nodes = paths[conditions]

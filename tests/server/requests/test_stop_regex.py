@@ -25,7 +25,8 @@ CHARACTERS = "aAb_ \né1²"
 ATOMS = (
     *("a", "b", "A", "_", " ", "é", r"\n", ".", "[ab]", "[^a]", r"\w", r"\W", r"\s", r"[\d_]"),
     *(r"[^\W_]", "[²-é]", "[^A-Z_é]", "(?i:[^a-z])", "(?i:[É1])", r"(?a:[\w ])"),
-    *("^", "$", r"\A", r"\Z", r"\b", r"\B", "(?m:^)", "(?m:$)", r"(?a:\b)", r"(?a:\w)", "(?i:a)", "(?s:.)", "(?-i:b)"),
+    *("^", "$", r"\A", r"\Z", r"\b", r"\B", "(?m:^)", "(?m:$)", r"(?a:\b)", r"(?a:\B)"),
+    *(r"(?a:\w)", "(?i:a)", "(?s:.)", "(?-i:b)"),
 )
 REPETITIONS = ("*", "+", "?", "{2}", "{0,2}", "{1,}", "*?", "+?", "{0}")
 
@@ -103,6 +104,24 @@ def test_finds_what_re_finds_after_each_piece(seed: int) -> None:
 )
 def test_anchors_see_the_text_so_far(pattern: str, pieces: list[str], expected: list[bool]) -> None:
     assert pushed(pattern, *pieces) == expected
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r"(?a:\B)*\B\b",
+        r"(?a:\B)*\B(?a:\b)",
+        r"(?a:\b)*\b\B",
+        r"(?:(?a:\b))*\B\b",
+        r"x?(?a:\B)*\B\b",
+        r"(?:(?:(?a:\B))+?){0,2}\B((?a:\b))",
+    ],
+)
+def test_contradictory_assertions_after_a_repetition(pattern: str) -> None:
+    for text in ("", "a", "a b", "é", "aé", "!", "x!"):
+        found = search(pattern).push(text) is not None
+        assert found == (bool(text) and re.search(pattern, text) is not None), text
 
 
 def test_first_pattern_is_reported() -> None:
