@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import threading
 import warnings
 from typing import Any
 
@@ -29,6 +30,8 @@ MAX_PATTERN_LENGTH = 1000
 MAX_SIZE = 1000
 """Maximum number of characters and operators, with repetitions written out."""
 
+_warnings_lock = threading.Lock()
+"""Held while warnings are ignored: `catch_warnings` saves and restores filters that all threads share."""
 _MAX_DEPTH = 50
 _CLASS_SIZE = 10
 _FOLDED_PER_SIZE = 1000
@@ -80,12 +83,7 @@ class LinearRegex:
         if len(pattern) > MAX_PATTERN_LENGTH:
             raise ValueError(f"a pattern of {len(pattern)} characters, at most {MAX_PATTERN_LENGTH} are allowed")
         translator = _Translator()
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of sets that may mean something else one day
-                parsed = sre_parser.parse(pattern)
-        except (re.error, OverflowError, RecursionError) as error:
-            raise ValueError(f"not a regular expression: {error}") from None
+        parsed = parse_pattern(pattern)
         translated = translator.sequence(parsed, parsed.state.flags, 1, 0)
         self.pattern = pattern
         self.size = translator.size
@@ -95,6 +93,20 @@ class LinearRegex:
         """Return whether the pattern matches somewhere in a text, as `re.search` does."""
         found: bool = self._searcher.isinstance_python(text)
         return found
+
+
+def parse_pattern(pattern: str) -> Any:
+    """Parse a pattern with Python's parser, without its warnings.
+
+    Raises:
+        ValueError: it is malformed; the message says how.
+    """
+    try:
+        with _warnings_lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sets that may mean something else one day
+            return sre_parser.parse(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
 
 
 def _searcher(translated: str) -> Any:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import itertools
 import re
-import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
-from logitship.client.linear_regex import NEEDS_BACKTRACKING, combined_flags
+from logitship.client.linear_regex import NEEDS_BACKTRACKING, combined_flags, parse_pattern
 
 # Type checkers do not know the modules of Python's regular expressions.
 sre_compiler: Any = import_module("re._compiler")
@@ -80,7 +79,7 @@ class CompiledStopRegex:
         self._patterns = patterns
         for index, pattern in enumerate(patterns):
             try:
-                parsed = _parse(pattern)
+                parsed = parse_pattern(pattern)
                 if [*parsed] == [(sre.LITERAL, ord(character)) for character in pattern]:
                     literals.append(pattern)
                 else:
@@ -341,15 +340,6 @@ def _is_satisfiable(conditions: int) -> bool:
 
 _SATISFIABLE = frozenset(filter(_is_satisfiable, range(2 * _NO_ASCII_WORD)))
 """Sets of conditions that some text meets."""
-
-
-def _parse(pattern: str) -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of sets that may mean something else one day
-            return sre_parser.parse(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
-        raise ValueError(f"not a regular expression: {error}") from None
 
 
 class _Builder:

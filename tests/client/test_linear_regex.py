@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 import re
+import sys
 import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from logitship.client.linear_regex import LinearRegex
+from logitship.client.linear_regex import LinearRegex, parse_pattern
 
 PATTERNS = [
     "", "|a", "a+b", "(a|b)*c$", r"\d{2,3}", r"\w+@\w+\.com", "(?i)stop", r"[^\s]x", r"^\n", r"\bfoo\b", "(?m)^b$",
@@ -96,3 +98,16 @@ def test_catastrophic_pattern_is_harmless() -> None:
     start = time.process_time()
     assert not LinearRegex("(a+)+b").is_found_in("a" * 1_000_000)
     assert time.process_time() - start < 2
+
+
+def test_warnings_are_as_before_after_parsing_on_several_threads() -> None:
+    """Python warns of this pattern; one thread's filters must not become those of all."""
+    filters, interval = warnings.filters[:], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(parse_pattern, ["[[a]"] * 6000))
+        assert warnings.filters == filters
+    finally:
+        sys.setswitchinterval(interval)
+        warnings.filters[:] = filters  # type: ignore[index]
