@@ -6,12 +6,12 @@ from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import orjson
-from pydantic import Field, model_validator
+from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 
 from logitship.server.requests.body_limits import scan_json
 
 from .field_rules import FUNCTION_RULES, TOOL_RULES
-from .request_schema import FieldError, Id, RequestModel
+from .request_schema import FieldError, Id, RequestModel, check_texts
 
 MAX_TOOLS = 1024
 """Most tools of a request, and calls of a message."""
@@ -91,6 +91,17 @@ class NamedToolChoice(RequestModel):
     """The function."""
 
 
+_ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+
+
+def _tool_choice(value: Any, info: ValidationInfo) -> Any:
+    if isinstance(value, dict):
+        return NamedToolChoice.model_validate(value, context=info.context)
+    if value in ("none", "auto", "required"):
+        return value
+    raise ValueError('must be "none", "auto", "required", or an object with the name of a function')
+
+
 class ToolFields(RequestModel):
     """Fields about tools."""
 
@@ -98,7 +109,7 @@ class ToolFields(RequestModel):
 
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] = Field(default=[])
     """Functions that the model may call."""
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice = "auto"
+    tool_choice: Annotated[_ToolChoice, PlainValidator(_tool_choice, json_schema_input_type=_ToolChoice)] = "auto"
     """none: as if there were no tools; auto: the model decides; required: it calls at least one; or the name of a
     function, which it calls."""
 
@@ -131,6 +142,14 @@ class ToolFields(RequestModel):
         return self
 
 
+def _arguments(value: Any) -> Any:
+    if isinstance(value, str):
+        check_texts([value], MAX_TOOL_TEXT)
+    if isinstance(value, dict | str):
+        return value
+    raise ValueError("must be a JSON object, or its JSON text")
+
+
 class CalledFunction(RequestModel):
     """`messages[].tool_calls[].function`."""
 
@@ -138,7 +157,12 @@ class CalledFunction(RequestModel):
 
     name: Id
     """Name of the function."""
-    arguments: dict[str, Any] | Annotated[str, Field(max_length=MAX_TOOL_TEXT)]
+    arguments: Annotated[
+        dict[str, Any] | str,
+        PlainValidator(
+            _arguments, json_schema_input_type=dict[str, Any] | Annotated[str, Field(max_length=MAX_TOOL_TEXT)]
+        ),
+    ]
     """Its arguments: an object, as JSON text (OpenAI) or as it is (SGLang)."""
 
     @property

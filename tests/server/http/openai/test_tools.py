@@ -227,6 +227,27 @@ def defined_with(parameters: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"tool_choice": "some"}, "tool_choice", 'must be "none", "auto", "required", or an object'),
+        ({"tool_choice": 5}, "tool_choice", 'must be "none", "auto", "required", or an object'),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "required"),
+        ({"tool_choice": {**NAMED, "x": 1}}, "tool_choice.x", "unknown field"),
+        (called_with(5), "messages[1].tool_calls[0].function.arguments", "must be a JSON object, or its JSON text"),
+        (called_with("x" * ((1 << 20) + 1)), "messages[1].tool_calls[0].function.arguments", "at most 1048576"),
+    ],
+)
+def test_refusal_of_a_field_of_several_types(
+    fields: dict[str, Any], param: str, says: str, make_client: Any, make_long_engine: Any
+) -> None:
+    client = make_client(make_long_engine(max_request_bytes=1 << 22))
+    error = client.post(PATH, chat(**fields)).json()["error"]
+    client.http.close()
+    assert error["param"] == param
+    assert says in error["message"]
+
+
+@pytest.mark.parametrize(
     ("fields", "param"),
     [
         (called_with(nested(101)), "messages[1].tool_calls[0].function.arguments"),
