@@ -419,6 +419,6 @@ class SamplingFields(RequestModel):
         n = data.get("num_return_sequences") if isinstance(data, dict) else None
         if type(n) is not int or not 1 <= n <= MAX_PROMPTS:
             return data  # refused by its own name
-        if data.get("n") not in (None, n):
+        if data.get("n") is not None and (type(data["n"]) is not int or data["n"] != n):
             raise FieldError("num_return_sequences", "is not the same as n")
         return {**data, "n": n}

@@ -161,8 +161,14 @@ class ResponsesRequest(OpenAIFields):
 
     @model_validator(mode="after")
     def _check_response_fields_together(self) -> Self:
-        if self.num_continuations != 1 or (self.num_beams or 1) > 1:
-            raise FieldError("n", "a response has one output: use /v1/chat/completions for several")
+        for name in ("num_beams", "best_of", self.n_field):
+            if getattr(self, name) not in (None, 1):
+                raise FieldError(name, "must be 1: this route generates one output, /v1/chat/completions several")
+        if self.usage_in_each_event:
+            raise FieldError(
+                "stream_options.continuous_usage_stats",
+                "only the last event has token counts: use /v1/chat/completions",
+            )
         if self.prompt_logprobs is not None:
             raise FieldError("prompt_logprobs", "is not in responses: use /v1/completions")
         if self.top_logprobs is not None and not self.include:

@@ -213,7 +213,7 @@ def _names(body: OpenAIFields) -> dict[str, str]:
     own = {"rid": "request_id" if body.rid is None else "rid", "n": body.n_field}
     if body.no_stop_trim:
         own["include_stop_str_in_output"] = "no_stop_trim"
-    if body.num_beams is None:
+    if body.num_beams is None and body.use_beam_search:
         own["num_beams"] = body.n_field
     return _NAMES | own
 

@@ -38,7 +38,6 @@ _NAMES_IN_SAMPLING_PARAMS = {field.name: field.name for field in fields(Sampling
     "length_penalty": "length_penalty",
     "max_tokens": "max_new_tokens",
     "min_tokens": "min_new_tokens",
-    "n": "n",
     "num_beams": "num_beams",
     "seed": "sampling_seed",
 }
@@ -224,7 +223,7 @@ def _names(body: GenerateRequest, index: int) -> dict[str, str]:
 def _sampling_names(sampling: SGLangSamplingParams, at: str) -> dict[str, str]:
     """Return the paths of the fields of one prompt's `sampling_params`."""
     names = {**_NAMES_IN_SAMPLING_PARAMS, "n": sampling.n_field}
-    if sampling.num_beams is None:
+    if sampling.num_beams is None and sampling.use_beam_search:
         names["num_beams"] = sampling.n_field
     return {field: f"{at}.{name}" for field, name in names.items()}
 
