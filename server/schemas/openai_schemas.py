@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import FailFast, Field, PlainValidator, model_validator
@@ -175,20 +175,33 @@ class CompletionRequest(OpenAIFields):
     """Add the tokenizer's special tokens, such as BOS, to the prompt."""
 
 
-def _content(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
-    check_length(value, MAX_MESSAGES)
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else None
-            shown = f" ({kind[:40]!r})" if isinstance(kind, str) else ""
-            raise ValueError(f"part {index}{shown} is not a text part: this server takes only text")
-        if unknown := sorted(part.keys() - {"type", "text"}):
-            raise ValueError(f"part {index} has an unknown field {unknown[0][:40]!r}")
-    return "\n".join(part["text"] for part in value)
+def text_content(types: Collection[str], more_keys: Collection[str] = ()) -> Callable[[Any], str]:
+    """Create a validator for text, or a list of text parts, which it joins with newlines.
+
+    Args:
+        types: of the parts.
+        more_keys: keys without effect that parts may have besides `type` and `text`.
+    """
+    known = {"type", "text", *more_keys}
+
+    def check(value: Any) -> str:
+        if isinstance(value, str):
+            return value
+        if not isinstance(value, list):
+            raise ValueError("must be a string or a list of text parts")
+        check_length(value, MAX_MESSAGES)
+        for index, part in enumerate(value):
+            if not isinstance(part, dict) or part.get("type") not in types or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else None
+                shown = f" ({kind[:40]!r})" if isinstance(kind, str) else ""
+                raise ValueError(
+                    f"part {index}{shown} is not a text part, of type {' or '.join(types)}: this server takes only text"
+                )
+            if unknown := sorted(part.keys() - known):
+                raise ValueError(f"part {index} has an unknown field {unknown[0][:40]!r}")
+        return "\n".join(part["text"] for part in value)
+
+    return check
 
 
 _TextParts = Annotated[list[dict[str, str]], Field(max_length=MAX_MESSAGES)]
@@ -208,7 +221,9 @@ class Message(RequestModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     """Author of the message. `developer`, OpenAI's newer name of `system`, is rendered as `system`."""
-    content: Annotated[str | None, PlainValidator(_content, json_schema_input_type=str | _TextParts)] = None
+    content: Annotated[str | None, PlainValidator(text_content(["text"]), json_schema_input_type=str | _TextParts)] = (
+        None
+    )
     """Text, or a list of text parts, which are joined with newlines."""
     name: Id | None = None
     """Passed to the chat template."""

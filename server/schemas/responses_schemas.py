@@ -15,24 +15,15 @@ from .openai_schemas import (
     Message,
     OpenAIFields,
     check_template_variables,
+    text_content,
 )
-from .request_schema import FieldError, Id, RequestModel, check_length
+from .request_schema import FieldError, Id, RequestModel
 from .structured_outputs import Constraint, Schema
 
 _TEXT_PARTS = ("input_text", "output_text")
+_PART_KEYS = ("annotations", "logprobs", "prompt_cache_breakpoint")
+"""Keys of text parts without effect: clients send the parts of an earlier response back whole."""
 _WITH_LOGPROBS = "message.output_text.logprobs"
-
-
-def _content(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise ValueError("must be a string or a list of text parts")
-    check_length(value, MAX_MESSAGES)
-    for index, part in enumerate(value):
-        if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
-            raise ValueError(f"part {index} is not of type input_text or output_text: this server takes only text")
-    return "\n".join(part["text"] for part in value)
 
 
 class InputMessage(RequestModel):
@@ -46,7 +37,7 @@ class InputMessage(RequestModel):
     content: Annotated[
         str,
         PlainValidator(
-            _content,
+            text_content(_TEXT_PARTS, _PART_KEYS),
             json_schema_input_type=str | Annotated[list[dict[str, Any]], Field(max_length=MAX_MESSAGES)],
         ),
     ]

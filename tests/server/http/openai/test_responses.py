@@ -19,7 +19,7 @@ CONVERSATION: list[Any] = [
         "id": "msg_0",
         "status": "completed",
         "role": "assistant",
-        "content": [{"type": "output_text", "text": "b", "annotations": []}],
+        "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []}],
     },
     {"role": "user", "content": [{"type": "input_text", "text": "c"}]},
 ]
@@ -137,6 +137,16 @@ def test_same_prompt_as_the_chat(client: Any, engine: Any) -> None:
         ({"input": "a", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "is required"),
         ({"input": [{"type": "reasoning", "role": "user", "content": "a"}]}, "input[0].type", "message"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content", "only text"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]},
+            "input[0].content",
+            "part 0 ('text') is not a text part, of type input_text or output_text",
+        ),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a", "colour": "red"}]}]},
+            "input[0].content",
+            "part 0 has an unknown field 'colour'",
+        ),
     ],
 )
 def test_refusals_name_the_field(client: Any, body: dict[str, Any], param: str, message: str) -> None:
