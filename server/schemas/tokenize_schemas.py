@@ -14,6 +14,15 @@ from .request_schema import FieldError, Id, RequestModel
 from .sglang_schemas import InputIds, OneOrMoreTexts
 from .tool_schemas import ToolFields
 
+_WITH_MESSAGES = (
+    "tools",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "reasoning_effort",
+)
+"""Fields about the chat template."""
+
 
 class TokenizeRequest(ToolFields):
     """Body of `/tokenize`."""
@@ -46,15 +55,14 @@ class TokenizeRequest(ToolFields):
     chat_template_kwargs: dict[str, Any] = Field(default={}, max_length=MAX_TEMPLATE_VARIABLES)
     """With `messages`: variables for the chat template."""
     reasoning_effort: Id | None = None
-    """With `messages`: a variable for the chat template."""
+    """With `messages`: a variable for the chat template; without effect if the template does not use it."""
     return_token_strs: bool = False
     """Return the tokens as they are in the vocabulary, too."""
 
     @property
-    def template_variables(self) -> dict[str, Any]:
-        """Variables for the chat template."""
-        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
-        return effort | self.chat_template_kwargs
+    def template_options(self) -> dict[str, str]:
+        """Fields that are variables for those chat templates that use them."""
+        return {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:
@@ -64,8 +72,9 @@ class TokenizeRequest(ToolFields):
             raise FieldError("messages", "must not be an empty list")
         if self.continue_final_message and self.add_generation_prompt:
             raise FieldError("continue_final_message", "contradicts add_generation_prompt")
-        if self.tools and self.messages is None:
-            raise FieldError("tools", "requires messages")
+        for name in _WITH_MESSAGES if self.messages is None else ():
+            if getattr(self, name):
+                raise FieldError(name, "requires messages")
         check_template_variables(self.chat_template_kwargs)
         return self
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from logitship.server.http.receiving import RequestWork
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.request_validation import check_text_length
 from logitship.server.schemas.openai_schemas import Message
+from logitship.server.schemas.request_schema import IgnoredFields
 
 
 async def render_chat(
@@ -59,6 +61,25 @@ async def render_chat(
         )
     except ValueError as error:
         raise BadRequest(f"{at}: {error}", param=at) from None
+
+
+def used_options(
+    engine: AsyncEngine,
+    options: Mapping[str, str],
+    ignored: IgnoredFields,
+    names: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
+    """Return the fields that the chat template uses as variables.
+
+    Args:
+        engine: has the tokenizer.
+        options: the fields, by the template's names.
+        ignored: receives the client's names of the others.
+        names: the client's names, where they differ.
+    """
+    used = {name: value for name, value in options.items() if engine.tokenizer.template_uses(name)}
+    ignored.update(names.get(name, name) for name in options.keys() - used.keys())
+    return used
 
 
 def _num_characters(messages: Sequence[Message]) -> int:

@@ -30,7 +30,7 @@ from logitship.server.schemas.openai_schemas import ChatCompletionRequest, Compl
 from logitship.server.schemas.responses_schemas import ResponsesRequest
 from logitship.server.schemas.structured_outputs import constraint_of
 
-from .chat_prompt import render_chat
+from .chat_prompt import render_chat, used_options
 from .tool_use import ToolUse, tool_use_of
 
 Body = TypeVar("Body", bound=OpenAIFields)
@@ -226,9 +226,7 @@ async def _render(
     engine: AsyncEngine, received: ReceivedBody[ChatCompletionRequest], names: Mapping[str, str]
 ) -> list[int]:
     body = received.value
-    unused = {name for name in body.template_options if not engine.tokenizer.template_uses(name)}
-    received.ignored.update(names.get(name, name) for name in unused)
-    options = {name: value for name, value in body.template_options.items() if name not in unused}
+    options = used_options(engine, body.template_options, received.ignored, names)
     return await render_chat(
         engine,
         received.work,

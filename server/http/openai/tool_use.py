@@ -9,7 +9,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest
 from logitship.server.schemas.structured_outputs import Constraint, constraint_of
-from logitship.server.schemas.tool_schemas import NamedToolChoice, Tool
+from logitship.server.schemas.tool_schemas import NamedToolChoice, Tool, ToolFields
 
 from .tool_calls import JSON_ARRAY, TOOL_FORMATS, ToolCallParser, ToolFormat, format_of_template
 
@@ -85,12 +85,7 @@ def tool_use_of(engine: AsyncEngine, body: ChatCompletionRequest) -> ToolUse | N
         return None
     known = _known_format(engine)
     choice = "named" if isinstance(body.tool_choice, NamedToolChoice) else str(body.tool_choice)
-    if choice == "auto" and not engine.tokenizer.template_uses("tools"):
-        raise BadRequest(
-            'tools: the chat template of this model does not support tools; set tool_choice to "required" or the name '
-            "of a function to constrain the output to calls",
-            param="tools",
-        )
+    check_template_shows_tools(engine, body)
     if choice == "auto" and known is None:
         raise BadRequest(
             "tools: the format in which this model writes calls is unknown: start the server with --tool-call-parser, "
@@ -102,6 +97,20 @@ def tool_use_of(engine: AsyncEngine, body: ChatCompletionRequest) -> ToolUse | N
             f'{other.at}: cannot be combined with tools: leave one out, or set tool_choice to "none"', param=other.at
         )
     return ToolUse(known or JSON_ARRAY, tools, choice, body.parallel_tool_calls)
+
+
+def check_template_shows_tools(engine: AsyncEngine, body: ToolFields) -> None:
+    """Refuse tools that the model shall choose from, but that the chat template does not show to it.
+
+    Raises:
+        BadRequest: names `tools`.
+    """
+    if body.callable_tools and body.tool_choice == "auto" and not engine.tokenizer.template_uses("tools"):
+        raise BadRequest(
+            'tools: the chat template of this model does not support tools; set tool_choice to "required" or the name '
+            "of a function to constrain the output to calls",
+            param="tools",
+        )
 
 
 def _known_format(engine: AsyncEngine) -> ToolFormat | None:

@@ -10,7 +10,8 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import check_model_name
 from logitship.server.http.documentation import operation
 from logitship.server.http.json_responses import JSONResponse
-from logitship.server.http.openai.chat_prompt import render_chat
+from logitship.server.http.openai.chat_prompt import render_chat, used_options
+from logitship.server.http.openai.tool_use import check_template_shows_tools
 from logitship.server.http.receiving import ReceivedBody, received
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.request_validation import check_text_length
@@ -54,6 +55,8 @@ async def _tokenize(engine: AsyncEngine, received_body: ReceivedBody[TokenizeReq
     body, work = received_body.value, received_body.work
     tokens: Any
     if body.messages is not None:
+        check_template_shows_tools(engine, body)
+        options = used_options(engine, body.template_options, received_body.ignored)
         tokens = await render_chat(
             engine,
             work,
@@ -61,7 +64,7 @@ async def _tokenize(engine: AsyncEngine, received_body: ReceivedBody[TokenizeReq
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
             tools=body.template_tools,
-            variables=body.template_variables,
+            variables=options | body.chat_template_kwargs,
         )
     elif isinstance(body.prompt, list):
         for index, text in enumerate(body.prompt):

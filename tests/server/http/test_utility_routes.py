@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 HELLO = [{"role": "user", "content": "a"}]
+TOOL = {"type": "function", "function": {"name": "a"}}
 
 
 def test_tokenize_text(client: Any) -> None:
@@ -31,6 +32,36 @@ def test_tokenize_conversation(client: Any) -> None:
     assert rendered(add_generation_prompt=False) == b"<user>a"
     assert rendered(continue_final_message=True) == b"<user>a"
     assert rendered(chat_template_kwargs={"think": 1}) == b"<user>a|think=1<assistant>"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"tools": [TOOL]},
+        {"add_generation_prompt": True},
+        {"continue_final_message": True},
+        {"chat_template_kwargs": {"think": 1}},
+        {"reasoning_effort": "low"},
+    ],
+)
+def test_fields_of_the_template_require_messages(client: Any, field: dict[str, Any]) -> None:
+    [name] = field
+    error = client.post("/tokenize", {"prompt": "a", **field}).json()["error"]
+    assert (error["param"], error["message"]) == (name, f"{name}: requires messages")
+
+
+def test_template_without_the_fields(client: Any, engine: Any) -> None:
+    answer = client.post("/tokenize", {"messages": HELLO, "reasoning_effort": "low"})
+    assert "x-logitship-ignored" not in answer.headers
+    assert bytes(answer.json()["tokens"]) == b"<user>a|reasoning_effort=low<assistant>"
+    engine.tokenizer.template_uses = lambda variable: False
+    answer = client.post("/tokenize", {"messages": HELLO, "reasoning_effort": "low"})
+    assert answer.headers["x-logitship-ignored"] == "reasoning_effort"
+    assert bytes(answer.json()["tokens"]) == b"<user>a<assistant>"
+    for path in ("/tokenize", "/v1/chat/completions"):
+        error = client.post(path, {"messages": HELLO, "tools": [TOOL]}).json()["error"]
+        assert (error["param"], "does not support tools" in error["message"]) == ("tools", True)
+    client.ok("/tokenize", {"messages": HELLO, "tools": [TOOL], "tool_choice": "required"})
 
 
 def test_detokenize(client: Any) -> None:
