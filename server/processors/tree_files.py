@@ -29,8 +29,11 @@ def load_trees(config: ServerConfig) -> dict[str, TokenTree]:
     trees = {name: _load("tree", file, [Path(file)]) for name, file in config.named_trees.items()}
     shared = config.tree_decode_config
     if shared:
-        in_model_folder = [Path(config.model_path, shared)] if Path(config.model_path).is_dir() else []
-        trees[shared] = _load("tree_decode_config", shared, [*in_model_folder, Path(shared)])
+        # An absolute path stays the same in any folder.
+        folders = [config.model_path] if Path(config.model_path).is_dir() and not Path(shared).is_absolute() else []
+        trees[shared] = _load(
+            "tree_decode_config", shared, [*(Path(folder, shared) for folder in folders), Path(shared)]
+        )
     return trees
 
 
@@ -44,8 +47,9 @@ def attached_to_all(config: ServerConfig) -> tuple[ProcessorRequest, ...]:
 
 def _load(setting: str, file: str, candidates: list[Path]) -> TokenTree:
     """Read the tree at the first path where there is a file."""
-    path = next((path for path in candidates if path.exists()), candidates[-1])
+    path = candidates[-1]
     try:
+        path = next((path for path in candidates if path.exists()), path)
         tree = load_tree(path)
     except OSError as error:
         tried = "; tried " + " and ".join(map(str, candidates)) if len(candidates) > 1 else ""

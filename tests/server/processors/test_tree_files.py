@@ -156,5 +156,18 @@ def test_error_lists_the_paths_that_were_tried(tmp_path: Path, monkeypatch: pyte
         load_trees(ServerConfig(model_path="model", tree_decode_config="tree.json"))
 
 
+def test_error_lists_an_absolute_path_once(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"directory$"):
+        load_trees(ServerConfig(model_path=str(tmp_path), tree_decode_config=str(tmp_path / "tree.json")))
+
+
+@pytest.mark.parametrize("setting", ["tree", "tree_decode_config"])
+def test_path_that_cannot_be_looked_up(setting: str) -> None:
+    long = "x" * 300
+    settings: dict[str, Any] = {setting: f"long={long}" if setting == "tree" else long}
+    with pytest.raises(StartError, match=f"^{setting}: {long} cannot be read: File name too long"):
+        load_trees(ServerConfig(**settings))
+
+
 def test_no_trees_by_default() -> None:
     assert load_trees(ServerConfig()) == {}
