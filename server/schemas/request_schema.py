@@ -44,6 +44,8 @@ MAX_BAD_WORDS = 1024
 MAX_BAD_WORD_LENGTH = 256
 """Most characters of a bad word."""
 
+_MAX_DIGITS = 20
+"""Most digits of a 64-bit number."""
 _SEEDS = range(-(1 << 63), 1 << 64)
 """Integers that fit into 64 bits, signed or unsigned."""
 
@@ -187,7 +189,8 @@ def _token_biases(value: Any) -> dict[int, float]:
         raise ValueError("must be an object of token ids and numbers")
     check_length(value, MAX_BIASES)
     for key, bias in value.items():
-        if not (key.isascii() and key.isdigit()):
+        # The length first: Python refuses to convert thousands of digits. With "01", a token could have two biases.
+        if len(key) > _MAX_DIGITS or not (key.isascii() and key.isdigit()) or str(int(key)) != key:
             raise ValueError(f"{key[:80]!r} is not a token id")
         if type(bias) not in (int, float):
             raise ValueError(f"the bias of token {key[:80]} is not a number")

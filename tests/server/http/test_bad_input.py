@@ -101,6 +101,8 @@ def _cases() -> Iterator[Case]:
     yield from _sampling("bad_words", "no", says="list")
     yield from _sampling("bad_words", [" "], says="empty")
     yield from _sampling("logit_bias", {"a": 1}, says="'a' is not a token id")
+    yield from _sampling("logit_bias", {"1": 1, "01": 2}, says="'01' is not a token id")
+    yield from _sampling("logit_bias", {"9" * 5000: 1}, says="is not a token id")
     yield from _sampling("logit_bias", {"1": "2"}, says="not a number")
     yield from _sampling("logit_bias", [1])
     yield from _sampling("custom_params", [1])
