@@ -169,7 +169,7 @@ class StructuredOutputs(RequestModel):
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise FieldError("disable_any_whitespace", "contradicts whitespace_pattern")
         for name in ("whitespace_pattern", "disable_any_whitespace"):
-            if getattr(self, name) and not (self.json_object or self.json_schema is not None):
+            if getattr(self, name) not in (None, False) and not (self.json_object or self.json_schema is not None):
                 raise FieldError(name, "requires json or json_object")
         return self
 

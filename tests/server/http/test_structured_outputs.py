@@ -269,6 +269,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed group"),
     (
         COMPLETIONS,
+        {"structured_outputs": {"regex": "a", "whitespace_pattern": ""}},
+        "structured_outputs.whitespace_pattern",
+        "requires json",
+    ),
+    (
+        COMPLETIONS,
         {"structured_outputs": {"regex": "a", "whitespace_pattern": "b"}},
         "structured_outputs.whitespace_pattern",
         "requires json",
