@@ -19,6 +19,7 @@ from .request_schema import (
     Seed,
     TraceOptions,
     check_length,
+    is_list_of_prompts,
     is_token_ids,
 )
 from .structured_outputs import OpenAIGrammarFields
@@ -128,12 +129,11 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
 
 
 def _prompt(value: Any) -> Any:
-    if isinstance(value, str) or is_token_ids(value):
-        return value
-    if isinstance(value, list):
-        check_length(value, MAX_PROMPTS)
-    if isinstance(value, list) and (
-        all(isinstance(each, str) for each in value) or all(is_token_ids(each) for each in value)
+    if (
+        isinstance(value, str)
+        or is_token_ids(value)
+        or is_list_of_prompts(value, lambda each: isinstance(each, str))
+        or is_list_of_prompts(value, is_token_ids)
     ):
         return value
     raise ValueError("must be a string, a list of token ids (integers), or a list of one of these")

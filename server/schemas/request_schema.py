@@ -198,8 +198,31 @@ def _token_biases(value: Any) -> dict[int, float]:
 
 
 def is_token_ids(value: Any) -> bool:
-    """Return whether the value is a list of integers."""
-    return _is_list_of(int, value)
+    """Return whether the value is a list of integers.
+
+    Raises:
+        ValueError: it is a list of too many.
+    """
+    if not _is_list_of(int, value):
+        return False
+    check_length(value, MAX_PROMPT_TOKENS)
+    return True
+
+
+def is_list_of_prompts(value: Any, is_prompt: Callable[[Any], bool]) -> bool:
+    """Return whether the value is a list of which each entry is a prompt.
+
+    Args:
+        value: the value.
+        is_prompt: returns whether an entry is one.
+
+    Raises:
+        ValueError: it is a list of too many.
+    """
+    if not (isinstance(value, list) and all(map(is_prompt, value))):
+        return False
+    check_length(value, MAX_PROMPTS)
+    return True
 
 
 def _token_ids(max_items: int) -> Callable[[Any], Any]:

@@ -18,7 +18,7 @@ from .request_schema import (
     SamplingFields,
     Seed,
     TraceOptions,
-    check_length,
+    is_list_of_prompts,
     is_token_ids,
     one_or_list,
 )
@@ -62,12 +62,8 @@ OneOrMoreObjects = Annotated[
 
 
 def _input_ids(value: Any) -> Any:
-    if is_token_ids(value):
+    if is_token_ids(value) or is_list_of_prompts(value, is_token_ids):
         return value
-    if isinstance(value, list):
-        check_length(value, MAX_PROMPTS)
-        if all(is_token_ids(each) for each in value):
-            return value
     raise ValueError("must be a list of token ids (integers), or a list of such lists")
 
 

@@ -10,6 +10,7 @@ import orjson
 import pytest
 
 from logitship.server.http.app import create_app
+from logitship.server.schemas import request_schema
 
 REQUESTS = ("CompletionRequest", "ChatCompletionRequest", "GenerateRequest", "SGLangSamplingParams", "AbortRequest")
 BOUNDED_BY_THE_MODEL = {"prompt", "text", "content"}
@@ -96,6 +97,21 @@ def test_value_beyond_its_bound_is_refused(path: str, change: dict[str, Any], sa
     for part in says.split(" | "):
         assert part in message
     assert len(message) < 300
+
+
+def test_token_ids_beyond_their_bound_are_refused(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(request_schema, "MAX_PROMPT_TOKENS", 4)
+    for path, field in (("/v1/completions", "prompt"), ("/generate", "input_ids"), ("/detokenize", "tokens")):
+        for value in ([1] * 5, [[1], [1] * 5]):
+            error = client.post(path, {field: value}).json()["error"]
+            assert error["message"] == f"{field}: has 5 entries, at most 4 are allowed"
+            assert error["param"] == field
+
+
+def test_long_list_of_a_wrong_type_is_refused_for_its_type(client: Any) -> None:
+    for path, field in (("/v1/completions", "prompt"), ("/generate", "input_ids")):
+        answer = client.http.post(path, content=orjson.dumps({field: [*[1] * 65537, "a"]}))
+        assert "list of token ids (integers)" in answer.json()["error"]["message"]
 
 
 @pytest.fixture
