@@ -136,7 +136,7 @@ class PermissionDeniedError(APIStatusError):
 
 
 class NotFoundError(APIStatusError):
-    """404: no such model, processor or route."""
+    """404: no such model, processor, artifact or route."""
 
 
 class RequestTooLargeError(APIStatusError):

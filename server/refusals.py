@@ -7,14 +7,14 @@ RequestRefused
 ├── BadRequest            400   malformed; names the field
 ├── Unauthorized          401   API key missing or wrong
 ├── Forbidden             403   the API key or the allow list does not permit it
-├── NotFound              404   no such model, processor or route
+├── NotFound              404   no such model, processor, artifact or route
 ├── RequestTimeout        408   the body took too long to arrive
 ├── RequestTooLarge       413   body or processor over the size limit
 ├── UnsupportedMediaType  415   the body is not declared as JSON
 ├── QueueFull             429   too many waiting requests, or bytes of them: try again later
 ├── RateLimited           429   the API key has reached a limit per minute
 ├── ShareExceeded         429   the tenant's processors have used their share of the time
-└── ServiceUnavailable    503   shutting down, or no capacity for another processor
+└── ServiceUnavailable    503   shutting down, not ready, or no capacity now
 ```
 """
 
@@ -75,7 +75,7 @@ class Forbidden(RequestRefused):
 
 
 class NotFound(RequestRefused):
-    """No such model, processor or route."""
+    """No such model, processor, artifact or route."""
 
     status_code = 404
     type = "not_found_error"
@@ -139,7 +139,7 @@ class RateLimited(RequestRefused):
 
 
 class ServiceUnavailable(RequestRefused):
-    """The server is shutting down, or cannot hold another processor now."""
+    """The server is shutting down or not ready, or has no capacity now: for a processor, a sandbox or a grammar."""
 
     status_code = 503
     type = "service_unavailable_error"

@@ -31,7 +31,7 @@ MAX_SETS = 1 << 17
 
 _SET_SIZE = 1 << 12
 _MAX_CACHED = 4096
-"""Entries that a cache has at most. One that is full is cleared."""
+"""Maximum number of entries of a cache that grows with the text. One that is full is cleared."""
 _NONE = 1 << 30
 """No pattern: above every index."""
 

@@ -219,7 +219,7 @@ class CompletionStreamResponse(_Head):
     choices: list[CompletionChoice]
     """One; none in the event with the usage."""
     usage: NotRequired[UsageInfo | None]
-    """With `stream_options`: token counts; null in the events before the last."""
+    """With `include_usage`: token counts in the last event, null in others; with `continuous_usage_stats`: in each."""
 
 
 @documented(_TOKEN)
@@ -396,4 +396,4 @@ class ChatCompletionStreamResponse(_Head):
     choices: list[ChatStreamChoice]
     """One; none in the event with the usage."""
     usage: NotRequired[UsageInfo | None]
-    """With `stream_options`: token counts; null in the events before the last."""
+    """With `include_usage`: token counts in the last event, null in others; with `continuous_usage_stats`: in each."""

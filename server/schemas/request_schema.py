@@ -32,7 +32,7 @@ MAX_STOP_LENGTH = 1024
 MAX_STOP_PATTERNS = 32
 """Most patterns of `stop_regex`, as in SGLang."""
 MAX_STOP_PATTERN_LENGTH = 256
-"""Most characters of a pattern of `stop_regex`, as in SGLang."""
+"""Most characters of a pattern of `stop_regex`. SGLang allows as many bytes of UTF-8."""
 MAX_STOP_TOKENS = 4096
 """Most stop tokens of a request."""
 MAX_BIASES = 1 << 16
