@@ -277,7 +277,7 @@ class Sandbox:
         return answer
 
     def start_waiting(self) -> None:
-        """Count wall-clock time of the call in flight from now on: its step needs the answer."""
+        """Count wall-clock time of the call in flight from now on: its step waits for the answer until it comes."""
         if self._call is not None and self._call.overdue is None:
             self._call.deadline.start_waiting()
 

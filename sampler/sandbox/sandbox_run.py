@@ -331,6 +331,9 @@ class SandboxRun:
         """See `Run.wait`."""
         if not self._is_in_call:
             return True
+        assert self._sandbox is not None
+        if timeout == math.inf:
+            self._sandbox.start_waiting()  # a promised call that sleeps uses no CPU time: it would never end
         self.advance()  # often the answer is already here, because the sandbox ran on this core
         began = time.perf_counter()
         until = began + timeout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -166,6 +167,14 @@ def test_fault(body: str, kind: str, executor: SandboxExecutor, promise: Promise
     run = promise(executor.load(source(body)), {}, {})
     _, outcome = finished(run, 2)
     assert {row: fault for row, (fault, _) in faults(outcome).items()} == {0: kind, 1: kind}
+
+
+def test_wait_without_a_limit_ends_at_the_deadline(executor: SandboxExecutor, promise: Promise) -> None:
+    """The call uses no CPU time, and nobody has provided its logits."""
+    run = promise(executor.load(source("import time\ntime.sleep(3600)")), {})
+    assert run.needs_logits()
+    assert run.wait(math.inf)
+    assert [kind for kind, _ in faults(finished(run)[1]).values()] == ["deadline"]
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

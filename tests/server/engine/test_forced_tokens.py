@@ -402,3 +402,31 @@ def test_logits_that_are_not_finite(
     for plain, forced in (found[:2], found[2:]):
         assert forced.token_ids == plain.token_ids
         assert forced.others == plain.others
+
+
+SLEEPING = """
+import time
+from logitship import CustomLogitProcessor
+
+class Sleeping(CustomLogitProcessor):
+    '''Forces tokens until it blocks, without using CPU time.'''
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in enumerate(custom_param_list):
+            length = len(params["__req__"].output_ids)
+            if length == 6:
+                time.sleep(3600)
+            logits[row, :] = -float("inf")
+            logits[row, 40 + length] = 0.0
+        return logits
+"""
+
+
+def test_processor_that_blocks_ahead_of_the_model(make_engine: BuildEngine) -> None:
+    """No step is planned meanwhile, as its sequence is the only one; the deadline ends its call nevertheless."""
+    engine = make_engine(processor_isolation="sandbox")
+    sleeping = ProcessorRequest(SourceProcessor(SLEEPING, "Sleeping"), {})
+    found = alone(engine, replace(forcing("fill"), processors=(sleeping,)))
+    ((kind, _, message, num_tokens),) = found.others[-1:]
+    assert (kind, num_tokens) == ("abort", 6)
+    assert "gave no answer within 1 s" in message
+    assert len(alone(engine, forcing("fill")).token_ids) == 60
