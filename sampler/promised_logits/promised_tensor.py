@@ -172,25 +172,28 @@ def unwrapped(value: Any) -> Any:
 def call_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a function with the real tensors. Where it returns one of these, return what stood for it."""
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def real(value: Any) -> Any:
-        kind = type(value)
-        if kind is PromisedLogits:
-            tensor = value.promised_state.real
-            replaced[id(tensor)] = tensor, value
-            return tensor
-        if kind is tuple or kind is list:
-            return kind(map(real, value))
-        if kind is dict:
-            return {key: real(each) for key, each in value.items()}
-        if kind is slice:
-            return slice(real(value.start), real(value.stop), real(value.step))
-        return value
-
-    result = func(*map(real, args), **{name: real(value) for name, value in kwargs.items()})
+    named = {name: _with_real(value, replaced) for name, value in kwargs.items()}
+    result = func(*_with_real(args, replaced), **named)
     if id(result) in replaced:
         return replaced[id(result)][1]
     return result
+
+
+# Not a function inside `call_real`: that would refer to itself, and the cycle keeps the tensors beyond their call.
+def _with_real(value: Any, replaced: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    """Return a value with the real tensors in it, and note by their ids what stood for them."""
+    kind = type(value)
+    if kind is PromisedLogits:
+        tensor = value.promised_state.real
+        replaced[id(tensor)] = tensor, value
+        return tensor
+    if kind is tuple or kind is list:
+        return kind(_with_real(each, replaced) for each in value)
+    if kind is dict:
+        return {key: _with_real(each, replaced) for key, each in value.items()}
+    if kind is slice:
+        return slice(*(_with_real(each, replaced) for each in (value.start, value.stop, value.step)))
+    return value
 
 
 _METADATA = {

@@ -408,6 +408,18 @@ def test_nothing_kept_is_an_edit_log() -> None:
     assert kept.num_fetched == 0
 
 
+def test_what_used_values_is_not_kept() -> None:
+    kept = Kept()
+
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        logits[1, 2] = logits[1].max() + 1
+        return logits
+
+    kept.promise.conclude(program(kept.promise.take()))
+    assert kept.num_fetched == 1
+    assert not kept.promise.is_kept
+
+
 def test_alias_of_an_earlier_call_raises() -> None:
     kept = Kept()
     given = [kept.promise.take()]
