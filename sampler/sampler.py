@@ -102,7 +102,7 @@ class ShippedStage(Protocol):
         ...
 
     def abandon(self) -> None:
-        """End the calls of `begin`: there will be no logits."""
+        """End the calls that no `apply` took: there will be no logits."""
         ...
 
     def may_restrict(self, row: int) -> bool:
@@ -297,7 +297,7 @@ class Sampler:
             self._shipped.skip(rows)
 
     def abandon(self) -> None:
-        """End what `begin` began, because the forward pass failed and no `sample` will follow."""
+        """End what `begin` and `draft` began and no `sample` took: the step failed, or their sequences have ended."""
         if self._shipped is not None:
             self._shipped.abandon()
 

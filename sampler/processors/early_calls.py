@@ -23,7 +23,7 @@ from logitship.sampler.allowed_tokens import AllowedTokens, mask_of
 from logitship.sampler.edits.edit_operations import EditRows, Fill, GroupEdits, Put, PutMask, PutRows
 from logitship.sampler.edits.row_selection import finite_tokens, is_row_wise, select_rows
 
-from .deferred_calls import DeferredCalls
+from .deferred_calls import BEFORE_ALL, DeferredCall, DeferredCalls
 from .executor import CollectEdits, LoadedProcessor, Run, RunOutcome
 from .processor_groups import GroupRow, GroupStage, ProcessorGroup, ProcessorUse
 
@@ -279,13 +279,23 @@ class EarlyCalls:
         return [row for call in self._open for row in call.group.rows]
 
     def abandon(self, kept: Collection[int] = ()) -> None:
-        """End calls, because there will be no logits: all but those with a row of `kept`."""
+        """End calls, because there will be no logits: all but those with a row of `kept`.
+
+        Those that the step does not wait for end later, see `DeferredCalls`: their processors are busy until then.
+        """
         ended = [call for call in self._open if not any(row in kept for row in call.group.rows)]
         self._calls = {key: call for key, call in self._calls.items() if kept and call not in ended}
         for call in ended:
             self._open.remove(call)
-            call.run.provide(torch.zeros(len(call.group.rows), self._vocab_size))
-            call.run.finish()
+            logits = torch.zeros(len(call.group.rows), self._vocab_size)
+            call.run.provide(logits)
+            left = self._deferred.left(call.group)
+            if left == math.inf or call.run.wait(left):
+                outcome = call.run.finish()
+                self._deferred.patience.charge(call.group.processor.tenant, outcome.occupied)
+            else:
+                call.run.defer(logits)
+                self._deferred.add(DeferredCall(call.run, call.group, BEFORE_ALL, logits, [], [], lambda *_: {}))
 
     def is_busy(self, group_name: str) -> bool:
         """Return whether a processor cannot be called now, because an early call of it has not ended."""

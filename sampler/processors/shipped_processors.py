@@ -187,7 +187,7 @@ class ShippedProcessors(LogitsProcessor):
         return self._early.rows
 
     def abandon(self, kept: Collection[int] = ()) -> None:
-        """End the calls of `begin`, because there will be no logits: the step has failed, or their sequences ended.
+        """End the calls that no `apply` took, as their logits will not come: the step failed, or their sequences ended.
 
         Args:
             kept: rows that will have logits. Calls with one of them go on.

@@ -277,6 +277,8 @@ class Engine:
             for row, chunk in drafts.items():
                 if chunk.is_forced:
                     self._forced.observe(chunk.sequence, len(chunk.drafts), accepted[row])
+            # A stop string may have ended a sequence in the middle of its run, for whose end a processor was called.
+            self._sampler.abandon()
 
     def _count_accepted(self, chunk: ScheduledChunk) -> None:
         if chunk.is_forced:

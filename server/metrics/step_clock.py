@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -120,6 +120,11 @@ class TimedProcessors(ShippedProcessors):
         """See `ShippedProcessors.restrict`."""
         with self._clock.processors:
             super().restrict(allowed)
+
+    def abandon(self, kept: Collection[int] = ()) -> None:
+        """See `ShippedProcessors.abandon`."""
+        with self._clock.processors:
+            super().abandon(kept)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """See `ShippedProcessors.apply`."""

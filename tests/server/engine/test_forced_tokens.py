@@ -18,8 +18,10 @@ import torch
 
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.processors import early_calls
 from logitship.sampler.sampler import Sampler, SamplerOutput
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.engine import tenant_shares
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.forward_pass import StepLogits
 from logitship.server.model.model_loader import LoadedModel
@@ -430,3 +432,46 @@ def test_processor_that_blocks_ahead_of_the_model(make_engine: BuildEngine) -> N
     assert (kind, num_tokens) == ("abort", 6)
     assert "gave no answer within 1 s" in message
     assert len(alone(engine, forcing("fill")).token_ids) == 60
+
+
+READING = """
+import torch
+from logitship import CustomLogitProcessor
+
+class Reading(CustomLogitProcessor):
+    '''Writes a phrase, and uses the values of the logits after it.'''
+    def __call__(self, logits, custom_param_list=None):
+        for row, params in enumerate(custom_param_list):
+            length = len(params["__req__"].output_ids)
+            print("token", length)
+            if 4 <= length < 12:
+                logits[row, :] = -torch.inf
+                logits[row, 40 + length] = 0.0
+            elif length == 12:
+                logits[row, 60] = logits[row].max() + 1
+            else:
+                logits[row, 70] += 1.0
+        return logits
+"""
+
+
+def reading(rid: str = "r", **params: Any) -> GenerationRequest:
+    processor = ProcessorRequest(SourceProcessor(READING, "Reading"), {})
+    return replace(forcing("fill", max_tokens=20, **params), rid=rid, processors=(processor,))
+
+
+@pytest.mark.parametrize("others", [(), ("plain",)])
+def test_next_request_after_one_that_ended_within_its_run(
+    make_engine: BuildEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
+) -> None:
+    """The class was called for the token after the run, and waits for its logits when a stop string ends the run."""
+    monkeypatch.setattr(early_calls, "MAX_WAIT", 60.0)  # also on a busy machine
+    monkeypatch.setattr(tenant_shares, "MIN_WAIT", 60.0)
+    engine = make_engine(processor_isolation="sandbox")
+    expected = alone(engine, reading())
+    beside = [replace(forcing("fill"), rid=rid, processors=()) for rid in others]
+    stop = tokenizer.decode([48])
+    stopped = run(engine, [reading("stopped", stop=[stop]), *beside])["stopped", 0]
+    assert stopped.token_ids == expected.token_ids[:9]
+    for _ in range(2):
+        assert run(engine, [reading("next"), *beside])["next", 0].token_ids == expected.token_ids
