@@ -209,11 +209,11 @@ def select(rows: Sequence[int], is_one: bool, vocab_size: int, index: Any) -> Se
         index: the author's index.
     """
     if type(index) is tuple:
-        index = tuple(map(_plain_index, index))
+        index = tuple(map(plain_index, index))
     elif type(index) is list and not _INTEGERS.issuperset(map(type, index)):
         return None  # PyTorch may treat it as a tuple
     else:
-        index = _plain_index(index)
+        index = plain_index(index)
     if type(index) is tuple:
         if len(index) == 2 and not is_one:
             return _select_two(rows, vocab_size, index[0], index[1])
@@ -378,7 +378,7 @@ def _are_below(numbers: Numbers, size: int) -> bool:
     return numbers.size == 0 or int(numbers.view(np.uint64).max()) < size  # a negative one is very large
 
 
-def _plain_index(index: Any) -> Any:
+def plain_index(index: Any) -> Any:
     """Return the number that stands for one of NumPy's or a tensor, which PyTorch treats in the same way."""
     if type(index) is np.int64 or _is_number(index):
         return int(index)

@@ -113,7 +113,7 @@ class Memory:
 
     Args:
         source: the logits.
-        log: the edits; None: none, of the logits themselves and not of a copy.
+        base: the memory that it is a copy of; None: it is that of the logits themselves.
 
     Attributes:
         is_pending: True until the values exist.

@@ -13,7 +13,7 @@ import torch
 
 from logitship.sampler.edits.edit_operations import MAX_STEPS, Operand
 
-from .promised_index import Cells, Mask, Rows, Selection
+from .promised_index import Cells, Mask, Rows, Selection, plain_index
 from .promised_memory import Memory
 from .promised_operands import DenseOperand, is_plain, operand_of, scalar_of
 
@@ -208,7 +208,8 @@ class CellView:
         self.memory = parent.memory
         self.shape = cells.shape
         self._parent = parent
-        self._index = index
+        # A tensor in it may change until the logits are there.
+        self._index = tuple(map(plain_index, index)) if type(index) is tuple else plain_index(index)
         self._cells = cells
         self.made: torch.Tensor | None = None
 
@@ -216,7 +217,8 @@ class CellView:
     def real(self) -> torch.Tensor:
         """The tensor that it stands for. Waits for the logits."""
         if self.made is None:
-            self.made = self._parent.real[self._index]
+            parent = self._parent  # not its tensor, whose shape the author may have changed in place
+            self.made = LogitsView(parent.memory, parent.rows, parent.is_one).real[self._index]
         return self.made
 
     def alias(self) -> None:
@@ -230,7 +232,8 @@ class CellView:
 
     def put(self, index: Any, value: Any) -> bool:
         """Assign to all elements."""
-        is_all = index is Ellipsis or (type(index) is slice and index == slice(None))
+        # A slice of a single element raises.
+        is_all = index is Ellipsis or (self.shape and type(index) is slice and index == slice(None))
         if not self.memory.is_pending or not is_all:
             return False
         return put_cells(self.memory, self._cells, value)
@@ -300,7 +303,7 @@ class Values:
             self.memory.read()
             positions = self._cells.positions
             if len(positions) == 0:
-                values = torch.empty(0)
+                values = torch.empty(0, dtype=torch.float32)  # not the default of the author's code
             elif self._cells.is_unique:
                 values = self.memory.registers[self._register].clone()
             else:

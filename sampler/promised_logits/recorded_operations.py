@@ -312,7 +312,9 @@ def _reshape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     wanted = list(tensor.promised_state.shape)
     if len(shape) != len(wanted) or any(size not in (-1, real) for size, real in zip(shape, wanted, strict=True)):
         return NotImplemented
-    return _alias((tensor,), {}) if list(shape).count(-1) <= 1 else NotImplemented
+    # Without elements, -1 raises where it may be any size.
+    most_inferred = int(0 not in wanted)
+    return _alias((tensor,), {}) if list(shape).count(-1) <= most_inferred else NotImplemented
 
 
 def _unbind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

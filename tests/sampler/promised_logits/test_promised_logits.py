@@ -227,6 +227,11 @@ READ = [
     "l = l.T.contiguous().T",
     "l = l.roll(1, -1)",
     "l = torch.tensor(l)",
+    "i = torch.tensor(5); v = l[0, i]; i += 1; l[0, 0] = v.item()",
+    "i = torch.tensor(9); v = l[:, i]; i += 1; l[0, 0] = v.max()",
+    "v = l[0, 5]; l.unsqueeze_(0); x = v.item(); l.squeeze_(0); l[0, 0] = x",
+    "v = l[0, 5]; l.t_(); x = v.item(); l.t_(); l[0, 0] = x",
+    "r = l[0]; v = r[5:7]; r.unsqueeze_(0); l[0, 0] = v.sum().item()",
     "x = torch.ones(V); x += l[0]; l[1] = x",
     "l = l[0]",
     "l = l.tolist()",
@@ -256,6 +261,8 @@ RAISING = [
     "i = torch.tensor([-1, 2, 3]); l[:, i] = 0; l.index_copy_(1, i, src)",
     "i = torch.tensor([-1, 2, 3]); l[:, i] = l.index_select(1, i)",
     "l.index_fill_(1, torch.tensor([-1, 2]), 0.)",
+    "l[0, 5][:] = 3.",
+    "l[0:0].view(0, -1)",
 ]
 
 
@@ -282,6 +289,21 @@ def test_one_row(code: str) -> None:
     """Most of these raise with fewer rows: at the same place, and with the same text."""
     logits = example_logits(rows=1)
     assert_same(promised(function(code), logits), eager(function(code), logits))
+
+
+def test_empty_values_have_the_type_of_logits() -> None:
+    """Not the default of the author's code."""
+
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)
+        try:
+            logits[0, 0] = logits[0, torch.tensor([], dtype=torch.int64)].sum().dtype.itemsize
+        finally:
+            torch.set_default_dtype(default)
+        return logits
+
+    assert_same(promised(program, example_logits()), eager(program, example_logits()))
 
 
 STATEMENTS = [*RECORDED, *READ[:-3], "old = l[0]; l = l + 0.5; l[1] = 2.", "l[0] = -inf; l[0, 3] = 0."]
