@@ -124,10 +124,14 @@ class EarlyCall:
         """True if `end_early` has returned a result."""
         return self._outcome is not None
 
-    @property
-    def seconds_per_row(self) -> float:
-        """A row's share of the duration; 0 before it has ended."""
-        return self._outcome.seconds / len(self._places) if self._outcome is not None else 0.0
+    def skip(self, member: GroupRow) -> float:
+        """Take the answer for a row without its edits. Return the row's share of the seconds; 0 before it has ended."""
+        if self._outcome is None:
+            return 0.0
+        seconds = self._outcome.seconds / len(self._places)
+        self.group.observe_call(1, seconds, self._outcome.logits_use)
+        member.use.add_printed(self._outcome.printed)
+        return seconds
 
     def restrict(self, use: ProcessorUse, allowed: AllowedTokens) -> None:
         """Forbid what the call forbids in a row, or leave the row open."""
@@ -326,9 +330,9 @@ class EarlyCalls:
         return call.part(group)
 
     def skip(self, member: GroupRow) -> float:
-        """Drop the answer for a row's next token, which is certain. Return the row's share of the call's seconds."""
+        """Take the answer for a row's next token, which is certain. Return the row's share of the call's seconds."""
         call = self._calls.pop(_key(member), None)
-        return call.seconds_per_row if call is not None else 0.0
+        return call.skip(member) if call is not None else 0.0
 
     def observe(self, group: ProcessorGroup, edits: GroupEdits) -> None:
         """Learn from the edits of a call whether its processor forces tokens at the moment."""

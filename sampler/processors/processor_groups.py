@@ -99,6 +99,10 @@ class ProcessorUse:
         if self.shared_counts:
             self.own_count, self.shared_counts = self.count, []
 
+    def add_printed(self, text: str) -> None:
+        """Append what the processor printed in a call."""
+        self.printed = (self.printed + text)[-MAX_PRINTED:]
+
     @property
     def name(self) -> str:
         """Name of the processor."""
@@ -233,7 +237,7 @@ class ProcessorGroup:
         self.observe_call(num_rows, total, outcome.logits_use)
         if outcome.printed:
             for member in self.members:
-                member.use.printed = (member.use.printed + outcome.printed)[-MAX_PRINTED:]
+                member.use.add_printed(outcome.printed)
         steps, seconds = int(not self.again), total / num_rows
         if self._count is not None and not faults:
             self._count.steps += steps

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from logitship.client.records import Receipt
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.processors import early_calls
@@ -24,6 +25,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine import tenant_shares
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.forward_pass import StepLogits
+from logitship.server.metrics.observed_metrics import CallStatistics
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.requests.messages import GenerationChunk, GenerationRequest, ProcessorRequest
 from logitship.server.tokenizer import Tokenizer
@@ -475,3 +477,20 @@ def test_next_request_after_one_that_ended_within_its_run(
     assert stopped.token_ids == expected.token_ids[:9]
     for _ in range(2):
         assert run(engine, [reading("next"), *beside])["next", 0].token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("most", [0, 16])
+def test_forced_tokens_are_in_receipts_and_metrics(
+    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    rows_of_calls = []
+    monkeypatch.setattr(CallStatistics, "observe", lambda self, num_rows, *_: rows_of_calls.append(num_rows))
+    engine = make_engine(processor_isolation="sandbox", max_forced_run=most)
+
+    async def receipts() -> list[Receipt]:
+        return [receipt async for chunk in await engine.submit(reading()) for receipt in chunk.receipts]
+
+    (receipt,) = asyncio.run(receipts())
+    assert receipt.printed.split("\n")[:-1] == [f"token {number}" for number in range(20)]
+    assert receipt.forced_steps == (7 if most else 0)
+    assert rows_of_calls == [1] * 20
