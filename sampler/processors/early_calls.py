@@ -119,6 +119,13 @@ class EarlyCall:
     def _collect(self, places: Sequence[int], edits: GroupEdits) -> None:
         self._edited, self._edits = places, edits
 
+    def take_outcome(self) -> RunOutcome | None:
+        """Return the result of a call that has ended, the first time with its costs. Return None like `end_early`."""
+        outcome = self.end_early()
+        if outcome is not None:
+            self._outcome = outcome._replace(charged=0.0, occupied=0.0)
+        return outcome
+
     @property
     def has_ended(self) -> bool:
         """True if `end_early` has returned a result."""
@@ -195,7 +202,7 @@ class CallPart:
 
     def wait(self, timeout: float) -> bool:
         """See `Run.wait`."""
-        return self._call.end_early() is not None or self._call.run.wait(timeout)
+        return self._call.has_ended or self._call.run.wait(timeout)
 
     def lower_priority(self) -> None:
         """See `Run.lower_priority`."""
@@ -214,7 +221,7 @@ class CallPart:
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
         """See `Run.finish`."""
         if self._all_logits is None:
-            outcome = self._call.end_early()
+            outcome = self._call.take_outcome()
             assert outcome is not None
             self._take_edits(outcome, collect)
         else:
@@ -223,7 +230,7 @@ class CallPart:
             self._logits.copy_(self._all_logits[self._places])
         faults = {place: outcome.faults[each] for place, each in enumerate(self._places) if each in outcome.faults}
         seconds = outcome.seconds * len(self._places) / len(self._call.group.rows)
-        return outcome._replace(seconds=seconds, faults=faults, charged=0.0, occupied=0.0)
+        return outcome._replace(seconds=seconds, faults=faults)
 
     def _take_edits(self, outcome: RunOutcome, collect: CollectEdits | None) -> None:
         assert collect is not None
@@ -403,7 +410,7 @@ class EarlyCalls:
         """Wait for a call for a short time. Return whether it has ended without its logits."""
         call.run.needs_logits()
         call.run.wait(self._seconds_left())
-        outcome = call.end_early()
+        outcome = call.take_outcome()
         if outcome is None:
             return False
         self._open.remove(call)

@@ -11,7 +11,7 @@ import torch
 
 from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.processors.early_calls import EarlyCalls
-from logitship.sampler.processors.executor import RunOutcome
+from logitship.sampler.processors.executor import CollectEdits, RunOutcome
 from logitship.sampler.processors.processor_groups import GroupStage, ProcessorGroup
 
 VOCAB = 8
@@ -41,7 +41,7 @@ class Patience:
 
 
 class ReadingRun:
-    """A call that uses the values of its logits, and then ends when `is_over` is set, or is awaited without a limit."""
+    """A call that uses the values of its logits unless `is_over` is set before, and ends once it is."""
 
     is_over = False
     num_finished = 0
@@ -49,7 +49,7 @@ class ReadingRun:
     logits: torch.Tensor | None = None
 
     def needs_logits(self) -> bool:
-        return True
+        return not self.is_over
 
     def provide(self, logits: torch.Tensor) -> None:
         self.logits = logits
@@ -63,8 +63,10 @@ class ReadingRun:
     def defer(self, logits: torch.Tensor) -> None:
         self.is_deferred = True
 
-    def finish(self) -> RunOutcome:
+    def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
         self.num_finished += 1
+        if collect is not None:
+            collect([0, 1], ())
         return RunOutcome(seconds=1.0, charged=0.5, occupied=0.25)
 
 
@@ -83,11 +85,17 @@ class Group:
     def count(self, outcome: RunOutcome) -> None:
         pass
 
+    def part(self, *places: int) -> ProcessorGroup:
+        """Return some of the rows."""
+        part = Group(self.run, [self.rows[place] for place in places])
+        part.members = [self.members[place] for place in places]
+        return cast(ProcessorGroup, part)
 
-def begun(calls: DeferredCalls, *rows: int) -> tuple[EarlyCalls, ReadingRun, ProcessorGroup]:
+
+def begun(calls: DeferredCalls, *rows: int) -> tuple[EarlyCalls, ReadingRun, Group]:
     """Begin a call for some rows."""
     run, early = ReadingRun(), EarlyCalls(calls, VOCAB)
-    group = cast(ProcessorGroup, Group(run, [*rows]))
+    group = Group(run, [*rows])
     early.begin(cast(GroupStage, SimpleNamespace(groups=[group])))
     return early, run, group
 
@@ -112,3 +120,31 @@ def test_abandoned_call_that_takes_long_holds_up_no_step() -> None:
     run.is_over = True
     calls.collect()
     assert (run.num_finished, calls.is_busy("x"), calls.has_saved) == (1, False, False)
+
+
+def test_call_of_rows_that_go_on_costs_what_it_took() -> None:
+    """The sequences of its other rows have ended."""
+    early, run, group = begun(DeferredCalls(), 0, 1)
+    part = early.take(group.part(1))
+    assert part is not None
+    assert part.needs_logits()
+    part.provide(torch.ones(1, VOCAB))
+    run.is_over = True
+    assert part.wait(math.inf)
+    outcome = part.finish()
+    assert (outcome.seconds, outcome.charged, outcome.occupied) == (0.5, 0.5, 0.25)
+    assert run.num_finished == 1
+
+
+def test_call_that_ends_early_costs_its_rows_once() -> None:
+    early, run, group = begun(DeferredCalls(), 0, 1)
+    run.is_over = True
+    costs = []
+    for place in range(2):
+        part = early.take(group.part(place))
+        assert part is not None
+        assert not part.needs_logits()
+        outcome = part.finish(lambda places, edits: None)
+        costs.append((outcome.charged, outcome.occupied))
+    assert costs == [(0.5, 0.25), (0.0, 0.0)]
+    assert run.num_finished == 1
