@@ -250,7 +250,7 @@ class DeferredCalls:
         outcome = call.run.finish()
         self._last_call(call.group).is_long = outcome.occupied > _LONG_CALL
         call.group.count(outcome)
-        self.patience.charge(call.group.processor.tenant, outcome.seconds)
+        self.patience.charge(call.group.processor.tenant, outcome.occupied)
         faults = call.read(call.group, call.logits, outcome)
         for place, owner in enumerate(call.owners):
             if owner.executor_row is not None:  # it has not ended

@@ -143,7 +143,7 @@ class RunOutcome(NamedTuple):
     """Result of a call.
 
     Attributes:
-        seconds: duration of the call.
+        seconds: duration of the call, for people: an untrusted process may have measured it.
         faults: faults of failed rows, by row index within the call. The logits of these rows are unspecified.
         row_by_row: True if the call failed for the whole group and was repeated for each row.
         charged: seconds that count against the deadline of the step: 0 in this process, where there is none.

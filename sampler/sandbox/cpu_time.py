@@ -29,7 +29,7 @@ DEFERRED_BACKSTOP = 60.0
 _MIN_WAIT = 0.01
 """Seconds until the next look at a process that is nearly due."""
 
-_BLOCKED_WAIT = 0.05
+BLOCKED_WAIT = 0.05
 """Seconds until the second look at a process that waits."""
 
 _CPUCLOCK_SCHED = 2
@@ -46,6 +46,7 @@ class ProcessClock:
     def __init__(self, pid: int) -> None:
         self._clock = (~pid << 3) | _CPUCLOCK_SCHED  # `clock_getcpuclockid(3)`, which Python lacks
         self._stat = f"/proc/{pid}/stat"
+        self._schedstat = f"/proc/{pid}/schedstat"
 
     def cpu_seconds(self) -> float | None:
         """Return the CPU time used so far; None if the process has ended. Takes less than a microsecond."""
@@ -61,6 +62,14 @@ class ProcessClock:
                 return file.read().rpartition(b")")[2].split()[0] == b"R"
         except (OSError, IndexError):  # it has ended
             return False
+
+    def seconds_without_core(self) -> float:
+        """Return how long it has waited for a core so far; 0 if the kernel does not say, or it has ended."""
+        try:
+            with open(self._schedstat, "rb", buffering=0) as file:  # `Documentation/scheduler/sched-stats.rst`
+                return int(file.read().split()[1]) * 1e-9
+        except (OSError, IndexError, ValueError):
+            return 0.0
 
 
 class CallDeadline:
@@ -87,6 +96,7 @@ class CallDeadline:
         self._cpu_blocked: float | None = None
         self.began = time.perf_counter()
         self._waiting_since = self.began if is_awaited else None
+        self._without_core_before = clock.seconds_without_core() if is_awaited else 0.0
         self.next_look = self.began + seconds
 
     def cpu_seconds(self) -> float:
@@ -96,10 +106,22 @@ class CallDeadline:
             return time.perf_counter() - self.began
         return now - self._cpu_began
 
+    def seconds_used(self) -> float:
+        """Return the time of the call so far: its CPU time; or its wall-clock time, if it has waited for longer.
+
+        Not counted is the time in which it waited for a core, which is not its own fault.
+        """
+        cpu = self.cpu_seconds()
+        if self._waiting_since is None:
+            return cpu
+        waited = time.perf_counter() - self._waiting_since
+        return max(cpu, waited - max(0.0, self._clock.seconds_without_core() - self._without_core_before))
+
     def start_waiting(self) -> None:
         """Count wall-clock time from now on, unless it is counted already."""
         if self._waiting_since is None:
             self._waiting_since = time.perf_counter()
+            self._without_core_before = self._clock.seconds_without_core()
             self.next_look = self._waiting_since + max(0.0, self._seconds - self.cpu_seconds())
 
     def extend(self, backstop: float) -> None:
@@ -123,7 +145,7 @@ class CallDeadline:
             return f"{self._seconds:.4g} s"
         else:
             self._cpu_blocked = cpu
-        wait = max(self._seconds - cpu, _MIN_WAIT) if self._cpu_blocked is None else _BLOCKED_WAIT
+        wait = max(self._seconds - cpu, _MIN_WAIT) if self._cpu_blocked is None else BLOCKED_WAIT
         self.next_look = min(now + wait, self._waiting_since + self._backstop)
         return None
 

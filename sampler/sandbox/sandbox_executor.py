@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 MIN_SHARE = 1 / 32
 """Share of the step timeout that a call may take after earlier stages have used it up.
 
-Those may have waited for a core. A request has at most 64 stages: a step takes at most three times the timeout."""
+Those may belong to other requests. A request has at most 64 stages: a step takes at most three times the timeout,
+and `BLOCKED_WAIT` for each."""
 
 WATCH_INTERVAL = 0.25
 """Seconds between checks of the sandboxes' CPU time outside calls."""

@@ -241,7 +241,7 @@ class SandboxRun:
         self._is_promised = self._is_reading = self._was_read = self._is_retry = self._is_deferred = False
         self._is_in_call = self._has_low_priority = False
         self._printed = ""
-        self._seconds = self._cpu_seconds = self._seconds_waited = 0.0
+        self._seconds = self._seconds_used = self._cpu_seconds = self._seconds_waited = 0.0
         self._began = time.perf_counter()
 
     def fail(self, rows: Sequence[int], died: SandboxDied) -> None:
@@ -370,8 +370,8 @@ class SandboxRun:
         if self._is_promised:
             self._processor.reads.observe(was_read=self._was_read)
         if self._use_credit is not None:
-            self._use_credit(self._charged)
-        charged = 0.0 if self._use_credit is not None else self._charged
+            self._use_credit(self._seconds_used)
+        charged = 0.0 if self._use_credit is not None else self._seconds_used
         occupied = max(self._cpu_seconds, self._seconds_waited)
         for fault in set(self._faults.values()):
             fault.add_printed(self._printed)
@@ -384,11 +384,6 @@ class SandboxRun:
         if not self._is_promised:
             return "given"
         return "read" if self._was_read else "unread"
-
-    @property
-    def _charged(self) -> float:
-        """Seconds that count against the deadline. What a sandbox says of its own time does not."""
-        return self._cpu_seconds if self._is_promised else self._seconds
 
     def advance(self) -> None:
         """Receive the answer if it has arrived. Never blocks."""
@@ -421,10 +416,13 @@ class SandboxRun:
             self._pending.remove(self)
         deadline = self._sandbox.last_deadline
         assert deadline is not None
-        self._cpu_seconds += deadline.cpu_seconds()
+        cpu_seconds = deadline.cpu_seconds()
+        self._cpu_seconds += cpu_seconds
+        # Nobody waits for a deferred call. Its answer may have arrived long ago.
+        self._seconds_used += cpu_seconds if self._is_deferred else deadline.seconds_used()
         elapsed = time.perf_counter() - deadline.began
         # The answer to a promise may have arrived long ago, while the model computed.
-        self._seconds += _own_seconds(answer, elapsed) if answer else elapsed
+        self._seconds += _own_seconds(answer, elapsed) if answer and self._is_promised else elapsed
 
     def _send_rows(self) -> None:
         self._is_reading = False
@@ -432,7 +430,7 @@ class SandboxRun:
 
     def _remaining(self) -> tuple[float, float]:
         """Return the timeout and the backstop that earlier attempts left."""
-        return max(0.0, self._timeout - self._cpu_seconds), max(0.0, self._backstop - self._seconds)
+        return max(0.0, self._timeout - self._seconds_used), max(0.0, self._backstop - self._seconds)
 
     def _send_call(self, command: Command, body: bytes, timeout: float, backstop: float) -> None:
         assert self._sandbox is not None
@@ -497,7 +495,10 @@ class SandboxRun:
 
 
 def _own_seconds(answer: tuple[Answer, bytes], elapsed: float) -> float:
-    """Return the duration of a call as its sandbox says, within what is possible; `elapsed` if it does not say."""
+    """Return a promised call's duration as its sandbox says, within what is possible; `elapsed` if it does not say.
+
+    For people: limits count what this process measures.
+    """
     kind, body = answer
     if kind not in (Answer.EDITS, Answer.READ, Answer.DONE) or len(body) < SECONDS.size:
         return elapsed

@@ -16,15 +16,22 @@ from logitship.sampler.processors.processor_groups import ProcessorGroup
 
 
 class Patience:
-    """Waits for no call."""
+    """Waits for no call.
+
+    Attributes:
+        charged: what each tenant was charged.
+    """
 
     is_limited = True
+
+    def __init__(self) -> None:
+        self.charged: list[tuple[str, float]] = []
 
     def left(self, tenant: str, num_rows: int = 1) -> float:
         return 0.0
 
     def charge(self, tenant: str, seconds: float) -> None:
-        pass
+        self.charged.append((tenant, seconds))
 
 
 @dataclass(eq=False)
@@ -110,6 +117,15 @@ def test_cpu_time_of_a_deferred_call_decides(calls: DeferredCalls, cpu_seconds: 
     calls.begin_step()
     assert not begins_low(calls, group("x"))
     assert not begins_low(calls, group("new"))
+
+
+def test_tenant_is_charged_what_this_process_measured() -> None:
+    """A sandbox may say anything of its own time, and that of an honest one includes its wait for a core."""
+    patience = Patience()
+    calls = DeferredCalls(patience)
+    defer(calls, group("x"), 0.25)
+    calls.collect()
+    assert patience.charged == [("a", 0.25)]
 
 
 def test_nothing_to_protect(calls: DeferredCalls, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ class FakeTime:
     def __init__(self) -> None:
         self.now = 100.0
         self.cpu: float | None = 7.0
+        self.without_core = 3.0
         self.runnable = True
 
     def perf_counter(self) -> float:
@@ -31,6 +32,9 @@ class FakeTime:
 
     def is_runnable(self) -> bool:
         return self.runnable
+
+    def seconds_without_core(self) -> float:
+        return self.without_core
 
     def run(self, seconds: float, share: float) -> None:
         """Let the process run with a share of a core."""
@@ -132,6 +136,33 @@ def test_process_that_ended_is_due_by_the_wall_clock(fake: FakeTime) -> None:
     assert deadline.exceeded() == "2 s of CPU time"
 
 
+def test_time_used_is_that_of_the_cpu_or_of_waiting(fake: FakeTime) -> None:
+    """It is used up by a process that sleeps, but not by one that gets no core."""
+    deadline = CallDeadline(fake, 2.0)  # type: ignore[arg-type]
+    fake.run(0.5, 1.0)
+    assert deadline.seconds_used() == 0.5
+    fake.run(1.0, 0.0)
+    assert deadline.seconds_used() == 1.5
+    fake.run(4.0, 0.0)
+    fake.without_core += 4.0
+    assert deadline.seconds_used() == 1.5
+    fake.without_core = 0.0  # it has ended
+    assert deadline.seconds_used() == 5.5
+
+
+def test_time_used_before_anybody_waits(fake: FakeTime) -> None:
+    deadline = CallDeadline(fake, 2.0, is_awaited=False)  # type: ignore[arg-type]
+    fake.run(4.0, 0.25)
+    fake.without_core += 3.0
+    assert deadline.seconds_used() == 1.0
+    deadline.start_waiting()
+    fake.run(0.5, 0.0)
+    assert deadline.seconds_used() == 1.0
+    fake.run(1.0, 0.0)
+    fake.without_core += 0.25
+    assert deadline.seconds_used() == 1.25
+
+
 @pytest.fixture
 def spinning() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(["sh", "-c", "while :; do :; done"])
@@ -151,6 +182,20 @@ def test_clock_of_a_process(spinning: subprocess.Popen[bytes]) -> None:
     spinning.wait()
     assert clock.cpu_seconds() is None
     assert not clock.is_runnable()
+
+
+def test_clock_counts_the_time_without_a_core(spinning: subprocess.Popen[bytes]) -> None:
+    other = subprocess.Popen(["sh", "-c", "while :; do :; done"])
+    for process in (spinning, other):
+        os.sched_setaffinity(process.pid, {min(os.sched_getaffinity(0))})
+    clock = ProcessClock(spinning.pid)
+    first, end = clock.seconds_without_core(), time.monotonic() + LONG
+    while clock.seconds_without_core() < first + 0.05:
+        assert time.monotonic() < end
+    for process in (spinning, other):
+        process.kill()
+        process.wait()
+    assert clock.seconds_without_core() == 0.0
 
 
 def test_sleeping_process_is_not_runnable() -> None:

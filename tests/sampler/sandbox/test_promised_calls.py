@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,6 +36,19 @@ while "connection" not in frame.f_locals:
     frame = frame.f_back
 os.write(frame.f_locals["connection"], struct.pack("<IIQ", 7, frame.f_locals["server"]._number, 3) + b"abc")
 while True: pass
+"""
+
+FORGES_ITS_TIME = """
+import logitship.sampler.sandbox.worker as worker
+worker.Stopwatch.seconds = lambda self: 0.0
+worker._faults_answer = lambda faults: (worker.Answer.DONE, bytes(8))
+"""
+SPINS = """
+import time
+end = time.process_time() + 0.1
+while time.process_time() < end: pass
+logits[:] = 2.0
+return logits
 """
 
 Promise = Callable[..., SandboxRun]
@@ -175,6 +189,19 @@ def test_wait_without_a_limit_ends_at_the_deadline(executor: SandboxExecutor, pr
     assert run.needs_logits()
     assert run.wait(math.inf)
     assert [kind for kind, _ in faults(finished(run)[1]).values()] == ["deadline"]
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_forged_time_is_not_what_limits_count(executor: SandboxExecutor, caller: Caller, is_given: bool) -> None:
+    honest = source(SPINS)
+    processor = executor.load(replace(honest, source=FORGES_ITS_TIME + honest.source))
+    processor.instance.reads.never_promise = is_given
+    row = caller.attach(processor)
+    outcome = executor.group(processor, [row]).begin(torch.zeros(1, VOCAB)).finish()
+    assert (outcome.faults, outcome.logits_use) == ({}, "given" if is_given else "unread")
+    assert outcome.charged >= 0.1
+    assert outcome.occupied >= 0.1
+    assert is_given == (outcome.seconds >= 0.1)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

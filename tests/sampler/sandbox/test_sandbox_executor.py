@@ -293,6 +293,44 @@ def test_earlier_stages_use_up_the_deadline(executor: SandboxExecutor, caller: C
     assert_too_late(outcome, 0.0625)
 
 
+SLEEPS = "import time\ntime.sleep(0.5)\nlogits[:, 0] = 1.0\nreturn logits"
+
+
+def test_waiting_counts_against_the_deadline(executor: SandboxExecutor, caller: Caller) -> None:
+    """Of the step, also if the call has begun without its logits."""
+    processor = executor.load(source(SLEEPS))
+    values, outcome = caller.call(processor, caller.attach(processor))
+    assert (values, outcome.faults, outcome.logits_use) == ([1], {}, "unread")
+    assert outcome.charged > 0.25
+
+
+def test_waiting_uses_up_the_time_of_first_calls(
+    zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = SandboxLimits(cpu_time=20.0, step_timeout=0.1, first_step_timeout=60.0, load_timeout=20.0)
+    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
+    monkeypatch.setattr(zygote, "close", lambda: None)
+    caller = Caller(executor, model)
+    processor = executor.load(source(SLEEPS), "one")
+    assert not caller.call(processor, caller.attach(processor))[1].faults
+    assert executor._first_calls.left("one") < 59.8
+    executor.close()
+
+
+def test_waiting_before_and_after_a_read_shares_the_deadline(
+    zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = SandboxLimits(cpu_time=20.0, step_timeout=0.8, first_step_timeout=0.8, load_timeout=20.0)
+    executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
+    monkeypatch.setattr(zygote, "close", lambda: None)
+    caller = Caller(executor, model)
+    processor = executor.load(source(f"import time\ntime.sleep(0.6)\nfloat(logits.max())\n{SLEEPS}"))
+    outcome = caller.call(processor, caller.attach(processor))[1]
+    assert outcome.logits_use == "read"
+    assert [fault.kind for fault in outcome.faults.values()] == ["deadline"]
+    executor.close()
+
+
 COMPUTES = """
 import time
 end = time.process_time() + 0.15
@@ -325,6 +363,7 @@ def test_spinners_do_not_end_an_honest_processor(
     *spun, answered = [run.finish() for run in runs]
     assert faults(answered) == {}
     assert answered.seconds > limits.step_timeout
+    assert answered.charged < limits.step_timeout
     assert logits[4][0, 0] == 1
     assert [faults(outcome)[0][0] for outcome in spun] == ["deadline"] * 4
     assert all("of CPU time: its process was killed" in faults(outcome)[0][1] for outcome in spun)
