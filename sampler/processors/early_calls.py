@@ -49,10 +49,14 @@ class CallPause:
         self._pause = 1
         self._left = 0
 
+    @property
     def is_over(self) -> bool:
-        """Return whether to try it for the next call. Called once for each call."""
+        """True if it is to be tried for the next call."""
+        return self._left == 0
+
+    def skip(self) -> None:
+        """Record a call in the pause, for which it was not tried."""
         self._left -= 1
-        return self._left < 0
 
     def observe(self, *, has_failed: bool) -> None:
         """Record a try."""
@@ -78,8 +82,13 @@ class ReadHistory:
         self._pause = CallPause()
 
     def may_promise(self) -> bool:
-        """Return whether the next call should be promised its logits. Called once for each call."""
-        return not self.never_promise and self._pause.is_over()
+        """Return whether the next call should be promised its logits."""
+        return not self.never_promise and self._pause.is_over
+
+    def skip(self) -> None:
+        """Record a call that had its logits from the beginning, because it should not be promised them."""
+        if not self._pause.is_over:
+            self._pause.skip()
 
     def observe(self, *, was_read: bool) -> None:
         """Record a call that was promised its logits."""
@@ -404,7 +413,12 @@ class EarlyCalls:
         """Return whether to wait for a call: its processor forces tokens at the moment."""
         name = call.group.processor.group_name
         pause = self._forcing.get(name)
-        return pause is not None and not self._deferred.is_slow(name) and pause.is_over()
+        if pause is None or self._deferred.is_slow(name):
+            return False
+        if not pause.is_over:
+            pause.skip()
+            return False
+        return True
 
     def _end(self, call: EarlyCall) -> bool:
         """Wait for a call for a short time. Return whether it has ended without its logits."""

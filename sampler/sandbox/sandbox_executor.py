@@ -341,6 +341,7 @@ class SandboxGroup:
     def begin(self, logits: torch.Tensor, spent: float = 0.0) -> SandboxRun:
         """See `ExecutorGroup.begin`. Edits are shorter than the rows, so that the call is promised them here too."""
         if not self.processor.reads.may_promise():
+            self.processor.reads.skip()
             return self.executor.begin(self.processor, self.rows, logits, spent)
         run = self.executor.begin(self.processor, self.rows, None, spent)
         run.provide(logits)

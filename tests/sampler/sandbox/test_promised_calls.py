@@ -191,6 +191,18 @@ def test_wait_without_a_limit_ends_at_the_deadline(executor: SandboxExecutor, pr
     assert [kind for kind, _ in faults(finished(run)[1]).values()] == ["deadline"]
 
 
+def test_calls_after_a_read_have_their_logits(executor: SandboxExecutor, caller: Caller) -> None:
+    """First one, then twice as many after each further read, though the engine asks twice: `promise`, then `begin`."""
+    processor = executor.load(source(READS))
+    group = executor.group(processor, [caller.attach(processor)])
+    uses = ""
+    for _ in range(20):
+        run = group.promise()
+        outcome = finished(run)[1] if run is not None else group.begin(torch.ones(1, VOCAB)).finish()
+        uses += {"read": "R", "given": "."}[outcome.logits_use]
+    assert uses == "R.R..R....R........R"
+
+
 @pytest.mark.parametrize("is_given", [False, True])
 def test_forged_time_is_not_what_limits_count(executor: SandboxExecutor, caller: Caller, is_given: bool) -> None:
     honest = source(SPINS)
