@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 
+from logitship.client.scrub import scrub
 from logitship.sampler.edits.edit_codec import VectorStore, decode
 from logitship.sampler.edits.edit_operations import GroupEdits
 
@@ -320,9 +321,9 @@ class Sandbox:
         return answer
 
     def take_printed(self) -> str:
-        """Return what was printed since the last time, and clear it."""
+        """Return what was printed since the last time, and clear it. Like other texts from a sandbox, it is scrubbed."""
         printed, self._printed = self._printed, ""
-        return printed
+        return scrub(printed)[-MAX_PRINTED:] if printed else ""
 
     def check(self) -> bool:
         """Return whether the process is alive. Unlike `alive`, detects that it died while idle."""

@@ -222,11 +222,22 @@ def test_printed_text_comes_before_the_answer(pair: tuple[Sandbox, Peer]) -> Non
     assert sandbox.take_printed() == ""
 
 
+def test_printed_text_is_scrubbed(pair: tuple[Sandbox, Peer]) -> None:
+    """Terminals of clients would interpret the control characters; and folders of the server are nobody's business."""
+    sandbox, peer = pair
+    sandbox.begin(Command.STEP, b"", LONG)
+    text = f"\x1b[31m \x07\ttab {torch.__file__} <object object at 0x7f12a4>\n"
+    peer.connection.sendall(pack(Answer.PRINTED, 1, text.encode()) + pack(Answer.DONE, 1))
+    sandbox.finish()
+    assert sandbox.take_printed() == "\\x1b[31m \\x07\ttab torch/__init__.py <object object at 0x…>\n"
+
+
 @pytest.mark.parametrize(
     "printed",
     [
         [HEADER.pack(Answer.PRINTED, 1, MAX_PRINTED)],
         [pack(Answer.PRINTED, 1, b"x" * 1000)] * 9,
+        [pack(Answer.PRINTED, 1, b"\x1b" * 1000)] * 9,
         [pack(Answer.PRINTED, 1)] * (MAX_PRINTED // HEADER.size + 1),
         [pack(Answer.PRINTED, 2, b"x")],
     ],
