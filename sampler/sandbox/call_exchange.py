@@ -15,6 +15,9 @@ from .protocol import HEADER, MAX_ANSWER, MAX_PRINTED, Answer
 _CHUNK = 4096
 """Bytes of an answer to read at first."""
 
+_ONCE_READABLE = select.EPOLLIN | select.EPOLLONESHOT
+"""Events to watch: what has not been received yet is reported once."""
+
 _ANSWERS = {int(answer): answer for answer in Answer if answer is not Answer.PRINTED}
 
 
@@ -129,13 +132,13 @@ class CallExchange:
 class UnansweredCall(Protocol):
     """A call that an `AnswerReceiver` watches."""
 
-    def on_readable(self) -> None:
-        """Receive what has arrived. Never blocks."""
+    def on_readable(self) -> bool:
+        """Receive what has arrived. Never blocks. Return whether more may arrive."""
         ...
 
 
 class AnswerReceiver:
-    """Notifies each call that it watches once that data has arrived, on a thread of its own. Its owner does all else.
+    """Notifies each call that it watches when data has arrived, on a thread of its own. Its owner does all else.
 
     Until the logits exist, the engine's thread is in the forward pass. What it did afterwards would delay the step, and
     take long: the forward pass has displaced code and data from the caches.
@@ -154,9 +157,9 @@ class AnswerReceiver:
         self._thread.start()
 
     def watch(self, descriptor: int, call: UnansweredCall) -> None:
-        """Call `on_readable` once the connection of a call is readable or closed."""
+        """Call `on_readable` when the connection of a call is readable or closed, until it returns False."""
         with self._lock, contextlib.suppress(OSError, ValueError):  # closed by another thread: its owner finds out
-            self._poll.register(descriptor, select.EPOLLIN | select.EPOLLONESHOT)
+            self._poll.register(descriptor, _ONCE_READABLE)
             self._calls[descriptor] = call
 
     def release(self, descriptor: int) -> None:
@@ -181,10 +184,12 @@ class AnswerReceiver:
                 return
             with self._lock:
                 for descriptor in ready:
-                    call = self._calls.pop(descriptor, None)
-                    if call is not None:
+                    call = self._calls.get(descriptor)
+                    if call is not None and call.on_readable():
+                        with contextlib.suppress(OSError):  # closed by another thread
+                            self._poll.modify(descriptor, _ONCE_READABLE)
+                    elif self._calls.pop(descriptor, None) is not None:
                         self._unregister(descriptor)
-                        call.on_readable()
 
     def _unregister(self, descriptor: int) -> None:
         with contextlib.suppress(OSError):  # closed by another thread

@@ -214,6 +214,11 @@ class Sandbox:
         return self._call is not None
 
     @property
+    def is_receiving(self) -> bool:
+        """True while a call is in flight whose connection was not found closed."""
+        return self._call is not None and self._call.exchange.closed_at is None
+
+    @property
     def was_lost(self) -> bool:
         """True if it ended because the zygote did."""
         status = self._process.status
@@ -321,7 +326,7 @@ class Sandbox:
         return answer
 
     def take_printed(self) -> str:
-        """Return what was printed since the last time, and clear it. Like other texts from a sandbox, it is scrubbed."""
+        """Return what was printed since the last time, scrubbed like a sandbox's other texts, and clear it."""
         printed, self._printed = self._printed, ""
         return scrub(printed)[-MAX_PRINTED:] if printed else ""
 

@@ -294,11 +294,14 @@ class SandboxRun:
             self._receiver = receiver
             receiver.watch(self._sandbox.descriptor, self)
 
-    def on_readable(self) -> None:
-        """Receive the answer on the receiver's thread."""
+    def on_readable(self) -> bool:
+        """Receive the answer on the receiver's thread. Return whether more of it may arrive."""
+        assert self._sandbox is not None
         self.advance()
-        if not self._is_in_call:
-            self._receiver = None
+        if self._is_in_call:
+            return self._sandbox.is_receiving
+        self._receiver = None  # the engine's thread may begin the next exchange now
+        return False
 
     def needs_logits(self) -> bool:
         """See `Run.needs_logits`."""

@@ -13,9 +13,15 @@ LONG = 60.0
 
 
 class Call:
-    """A call on a connection of its own, which reads what arrives."""
+    """A call on a connection of its own, which reads what arrives.
 
-    def __init__(self, then: Callable[[], object] = lambda: None) -> None:
+    Args:
+        then: is called after each message.
+        num_messages: number of messages, after which it has ended.
+    """
+
+    def __init__(self, then: Callable[[], object] = lambda: None, num_messages: int = 1) -> None:
+        self.num_messages = num_messages
         self.connection, self.sandbox = socket.socketpair()
         self.is_told = threading.Event()
         self.read: list[bytes] = []
@@ -25,10 +31,11 @@ class Call:
     def descriptor(self) -> int:
         return self.connection.fileno()
 
-    def on_readable(self) -> None:
+    def on_readable(self) -> bool:
         self.read.append(self.connection.recv(100))
         self.is_told.set()
         self._then()
+        return len(self.read) < self.num_messages
 
     def close(self) -> None:
         self.connection.close()
@@ -46,8 +53,8 @@ def receiver() -> Iterator[AnswerReceiver]:
 def new_call() -> Iterator[Callable[..., Call]]:
     calls: list[Call] = []
 
-    def new_call(then: Callable[[], object] = lambda: None) -> Call:
-        calls.append(Call(then))
+    def new_call(then: Callable[[], object] = lambda: None, num_messages: int = 1) -> Call:
+        calls.append(Call(then, num_messages))
         return calls[-1]
 
     yield new_call
@@ -66,6 +73,20 @@ def test_each_call_is_told_once(receiver: AnswerReceiver, new_call: Callable[...
     one.sandbox.send(b"one")
     assert one.is_told.wait(LONG)
     assert (one.read, other.read) == ([b"one"], [b"other"])
+
+
+def test_call_is_told_until_it_has_ended(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:
+    call, other = new_call(num_messages=3), new_call()
+    receiver.watch(call.descriptor, call)
+    for number in range(3):
+        call.is_told.clear()
+        call.sandbox.send(b"%d" % number)
+        assert call.is_told.wait(LONG)
+    call.sandbox.send(b"of a later call")
+    receiver.watch(other.descriptor, other)
+    other.sandbox.send(b"other")
+    assert other.is_told.wait(LONG)
+    assert call.read == [b"0", b"1", b"2"]
 
 
 def test_call_may_be_watched_again(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:

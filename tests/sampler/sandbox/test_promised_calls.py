@@ -60,11 +60,14 @@ def early_answers(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
     semaphore = threading.Semaphore(0)
     on_readable = SandboxRun.on_readable
 
-    def counted(run: SandboxRun) -> None:
+    def counted(run: SandboxRun) -> bool:
+        goes_on = True
         try:
-            on_readable(run)
+            goes_on = on_readable(run)
         finally:
-            semaphore.release()
+            if not run._is_in_call:
+                semaphore.release()
+        return goes_on
 
     monkeypatch.setattr(SandboxRun, "on_readable", counted)
     return semaphore
@@ -115,6 +118,17 @@ def test_edits_are_decoded_before_the_logits_exist(
         (([place], [put]),) = collected
         assert (place, put.positions.tolist(), put.values) == (0, [1, number], -5.0)
         assert (outcome.faults, outcome.logits_use) == ({}, "unread")
+
+
+def test_answer_after_printed_text_is_received_early(
+    executor: SandboxExecutor, promise: Promise, early_answers: threading.Semaphore
+) -> None:
+    processor = executor.load(source(f"import time\nprint('one')\ntime.sleep(0.05)\nprint('two')\n{FORBIDS}"))
+    run = promise(processor, {"ids": [1]})
+    assert early_answers.acquire(timeout=LONG)
+    assert not run.needs_logits()
+    outcome = finished(run)[1]
+    assert (outcome.faults, outcome.printed) == ({}, "one\ntwo\n")
 
 
 def test_answer_that_arrives_after_the_logits(

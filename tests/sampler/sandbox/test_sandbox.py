@@ -254,7 +254,11 @@ def test_printed_text_of_a_process_that_ended(pair: tuple[Sandbox, Peer]) -> Non
     sandbox, peer = pair
     sandbox.begin(Command.STEP, b"", LONG)
     peer.connection.sendall(pack(Answer.PRINTED, 1, b"the last words"))
+    assert sandbox.advance() is None
+    assert sandbox.is_receiving
     peer.connection.close()
+    assert sandbox.advance() is None
+    assert not sandbox.is_receiving, "its connection stays readable"
     peer.status.set_result(0)
     assert died(sandbox).kind == "crash"
     assert sandbox.take_printed() == "the last words"
