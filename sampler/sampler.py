@@ -45,16 +45,19 @@ class NoTokenLeftError(LogitshipError):
 
 
 class NonFiniteLogitsError(LogitshipError):
-    """The row has a logit that is NaN or +inf.
+    """The row has a logit that is NaN or +inf, or was left without a finite one after the temperature.
 
     Args:
         processors: names of the request's processors.
+        was_checked: True if the logits were finite before the processors that run after the temperature.
     """
 
-    def __init__(self, processors: Sequence[str] = ()) -> None:
-        who = ", ".join(["logit_bias", "a penalty", *processors])
+    def __init__(self, processors: Sequence[str] = (), *, was_checked: bool = False) -> None:
+        who = ", ".join(["logit_bias", "a penalty", "an installed batch processor", *processors])
         super().__init__(
-            f"the logits contain NaN or +inf: either the model's own do, or one of {who} exceeded float32's range"
+            "an installed batch processor, which runs after the temperature, left NaN, +inf or no finite logit"
+            if was_checked
+            else f"the logits contain NaN or +inf: either the model's own do, or one of {who} exceeded float32's range"
         )
 
 
@@ -505,6 +508,6 @@ def _probabilities(
         return probabilities, logits
     broken = probabilities[:, 0].isnan()
     for row in rows[broken].tolist():
-        faults.setdefault(row, NonFiniteLogitsError())
+        faults.setdefault(row, NonFiniteLogitsError(was_checked=True))
     logits = logits.masked_fill(broken[:, None], 0.0)
     return logits.softmax(dim=-1), logits

@@ -492,17 +492,31 @@ def test_shipped_stage_identifies_faulty_processor(rows: list[int] | None) -> No
     assert {row: type(each) for row, each in faults.items()} == {0: NonFiniteLogitsError}
 
 
-@pytest.mark.parametrize("top_k", [-1, 2])
-def test_installed_processor_breaks_row_after_check(top_k: int) -> None:
+@pytest.mark.parametrize("value", [math.nan, INF])
+def test_installed_processor_breaks_row(value: float) -> None:
     def ruin(logits: torch.Tensor) -> torch.Tensor:
-        logits[1] = -INF
+        logits[0, 1] = value
+        return logits
+
+    ((row, fault),) = make_sampler(4, Edit(ruin), rows=[GREEDY] * 2).sample(torch.zeros(2, 4)).faults
+    assert row == 0
+    assert "one of logit_bias, a penalty, an installed batch processor exceeded" in str(fault)
+
+
+@pytest.mark.parametrize("value", [-INF, math.nan, INF])
+@pytest.mark.parametrize("top_k", [-1, 2])
+def test_installed_processor_breaks_row_after_check(top_k: int, value: float) -> None:
+    def ruin(logits: torch.Tensor) -> torch.Tensor:
+        logits[1] = value
         return logits
 
     rows = [SamplingParams(seed=row, top_k=top_k) for row in range(3)]
     logits = torch.randn(3, 100)
     healthy = make_sampler(100, rows=rows).sample(logits.clone())
     result = make_sampler(100, Edit(ruin, invariant=True), rows=rows).sample(logits.clone())
-    assert [row for row, _ in result.faults] == [1]
+    ((row, fault),) = result.faults
+    assert row == 1
+    assert str(fault).startswith("an installed batch processor, which runs after the temperature, left NaN, +inf")
     assert [result.token_ids[row] for row in (0, 2)] == [healthy.token_ids[row] for row in (0, 2)]
 
 
