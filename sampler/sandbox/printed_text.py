@@ -22,7 +22,8 @@ class PrintedText(io.TextIOBase):
     def __init__(self, send: Callable[[bytes], bool]) -> None:
         self._send = send
         self._line = ""
-        self._room = 0
+        self._room = -1
+        """Bytes that may still be sent; negative once it was said that the rest is dropped."""
 
     def begin(self, num_bytes: int) -> None:
         """Begin a call, in which at most `num_bytes` are sent, with headers."""
@@ -34,7 +35,7 @@ class PrintedText(io.TextIOBase):
 
     def write(self, text: str) -> int:
         """Write text. A line is sent when it ends."""
-        self._line += str.__str__(text)[: max(0, self._room)]
+        self._line += str.__str__(text)[: max(0, self._room + 1)]  # one more than fits, so that it is cut
         if "\n" in self._line or len(self._line) >= _MAX_LINE_LENGTH:
             self.flush()
         return len(text)
@@ -46,9 +47,9 @@ class PrintedText(io.TextIOBase):
             return
         body = line.encode(errors="replace")
         size = HEADER.size + len(body)
-        if size > self._room > 0:
+        if size > self._room >= 0:
             kept = body[: max(0, self._room - HEADER.size)].decode(errors="ignore")  # no part of a character
             body = (kept + _CUT).encode()
-        if self._room <= 0 or self._send(body):
+        if self._room < 0 or self._send(body):
             self._line = ""
             self._room -= size

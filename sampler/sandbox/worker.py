@@ -381,6 +381,7 @@ class ServerConnection:
         """Answer the last command."""
         self.printed.flush()
         _write(self._connection, pack(answer, self._number, body[:MAX_ANSWER]))
+        self._number = 0  # what is printed from now on, by a profile function for example, belongs to the next call
 
     def receive_rows(self, body: bytes) -> None:
         """See `Worker.receive_rows`. Called while a command is executed: those for later calls are postponed."""

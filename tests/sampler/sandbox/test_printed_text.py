@@ -54,6 +54,19 @@ def test_text_printed_outside_calls_is_sent_with_the_next_one() -> None:
     assert server.text == "early\n"
 
 
+def test_output_that_fills_the_limit_exactly_is_cut() -> None:
+    server = Server()
+    printed = PrintedText(server.send)
+    printed.begin(ROOM)
+    line = "x" * (printed._room - HEADER.size - 1) + "\n"
+    printed.write(line)
+    assert server.text == line
+    printed.write("more\n")
+    printed.write("and more\n")
+    printed.flush()
+    assert server.text == f"{line}… (the rest of this call's output is dropped)\n"
+
+
 @given(st.lists(st.lists(st.text(max_size=300), max_size=12), min_size=1, max_size=4))
 def test_a_call_sends_at_most_what_it_may(calls: list[list[str]]) -> None:
     server = Server()

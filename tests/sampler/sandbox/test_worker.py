@@ -20,7 +20,7 @@ import torch
 from logitship.client.serialization.processor_string import PYTHON, PickledProcessor, SourceProcessor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.protocol import HEADER, MAX_ANSWER, Answer, Command, load_message, pack
-from logitship.sampler.sandbox.worker import Worker, serve
+from logitship.sampler.sandbox.worker import ServerConnection, Worker, serve
 
 ROWS, VOCAB = 4, 6
 LOADED = b'["P","",null,""]'
@@ -233,6 +233,21 @@ def test_serve_until_the_connection_closes(monkeypatch: pytest.MonkeyPatch) -> N
     serving.join(30)
     assert ended.is_set()
     theirs.close()
+
+
+def test_text_printed_after_the_answer_belongs_to_the_next_call() -> None:
+    """As if a profile function of the author printed. The call that was answered has ended."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs, open(theirs.fileno(), "rb", closefd=False) as stream:
+        server = ServerConnection(theirs.fileno(), stream)
+        ours.sendall(pack(Command.STEP, 1) + pack(Command.STEP, 2))
+        server.next()
+        server.answer(Answer.DONE, b"")
+        print("late", file=server.printed)
+        server.next()
+        server.answer(Answer.DONE, b"")
+        answers = ours.recv(1000)
+    assert answers == pack(Answer.DONE, 1) + pack(Answer.PRINTED, 2, b"late\n") + pack(Answer.DONE, 2)
 
 
 def fork(worker: Worker, of: int, to: int) -> None:
