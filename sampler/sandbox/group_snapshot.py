@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from logitship.sampler.processors.request_view import RequestView
 
 MAX_SNAPSHOT = 4096
-"""Limit in bytes for the values of a member."""
+"""Limit in bytes for the values of a member, if those of all members take more on average."""
 
 _CLASSES = frozenset({complex, Counter, OrderedDict, defaultdict, deque})
 _FACTORIES = _CLASSES | {bool, dict, float, int, list, set, str, tuple}
@@ -41,8 +41,8 @@ class GroupSnapshot:
     """The current state of a group's members. Its length is the number of members that can be restored.
 
     It holds the values in `params` and `view.state`, if they are plain (numbers, text, bytes, None, lists, tuples,
-    dicts, sets, and the containers of `collections`) and take at most `MAX_SNAPSHOT` bytes per member, and the
-    lengths of the view's token lists.
+    dicts, sets, and the containers of `collections`) and take at most `MAX_SNAPSHOT` bytes, or those of all
+    members take no more on average; and the lengths of the view's token lists.
 
     Args:
         members: one per row.

@@ -10,7 +10,7 @@ from typing import Any
 from . import landlock, seccomp
 
 _NO_FILTER = (
-    "the kernel has no seccomp filters: use Linux 4.14 or later with CONFIG_SECCOMP_FILTER, on x86_64 or aarch64, "
+    "the kernel has no seccomp filters: use Linux 5.3 or later with CONFIG_SECCOMP_FILTER, on x86_64 or aarch64, "
     "and a container profile that allows seccomp()"
 )
 _NO_SECOND_LAYER = (

@@ -48,7 +48,7 @@ def test_missing_protections_come_with_a_fix() -> None:
     assert "lsm=landlock" in no_second_layer
     assert "kernel.unprivileged_userns_clone=1" in no_second_layer
     assert "kernel.apparmor_restrict_unprivileged_userns=0" in no_second_layer
-    assert "seccomp" in Protections(seccomp=False, landlock_abi=7).missing()
+    assert "seccomp filters: use Linux 5.3 or later" in Protections(seccomp=False, landlock_abi=7).missing()
     for text in (no_second_layer, Protections(seccomp=False).missing()):
         assert text.endswith("--processor-isolation none does without a sandbox.")
 
