@@ -69,7 +69,7 @@ class SandboxDied(Exception):
     """The process of a sandbox has died, and its state is lost.
 
     Attributes:
-        kind: kind of the fault, see `ProcessorFault`.
+        kind: kind of the fault, see `ProcessorFault`; "unloaded" if a load was cancelled, which is none.
         reason: the rest of a sentence that begins with the processor's name.
         dump: faulthandler's dump of the stack of a process that gave no answer, not trusted; empty if there is none.
     """

@@ -45,6 +45,9 @@ MIN_SHARE = 1 / 32
 Those may belong to other requests. A request has at most 64 stages: a step takes at most three times the timeout,
 and `BLOCKED_WAIT` for each."""
 
+UNLOADED = "unloaded"
+"""Reason of the end of a sandbox that is no fault."""
+
 WATCH_INTERVAL = 0.25
 """Seconds between checks of the sandboxes' CPU time outside calls."""
 
@@ -184,13 +187,15 @@ class SandboxExecutor:
         spent: float = 0.0,
     ) -> SandboxRun:
         """Begin a call, see `ExecutorGroup.begin`; without logits if `SandboxRun.provide` follows."""
-        sandbox: Sandbox | SandboxDied = sandboxed.current_sandbox
-        self._receiver.release(sandboxed.current_sandbox.descriptor)  # a call of an aborted step
-        run = self._new_run(sandboxed, spent)
+        sandbox = sandboxed.current_sandbox  # read once: a request that is admitted may replace it at any time
+        self._receiver.release(sandbox.descriptor)  # a call of an aborted step
+        run = self._new_run(sandboxed, sandbox, spent)
         # A sandbox that died is replaced at admission, never here: a step does not wait for a process to start.
-        if any(row.sandbox is None for row in members) and not sandboxed.current_sandbox.check():
-            sandbox = SandboxDied("load", "lost its process before the first step of this request: try again")
-        run.begin(sandbox, members, logits)
+        if any(row.sandbox is None for row in members) and not sandbox.check():
+            died = SandboxDied("load", "lost its process before the first step of this request: try again")
+            run.begin(died, members, logits)
+        else:
+            run.begin(sandbox, members, logits)
         return run
 
     def promise(self, sandboxed: SandboxedProcessor, members: Sequence[SandboxRow]) -> SandboxRun:
@@ -208,9 +213,9 @@ class SandboxExecutor:
         """Start the zygote again if it died. Blocks."""
         self._zygote.revive()
 
-    def _new_run(self, sandboxed: SandboxedProcessor, spent: float) -> SandboxRun:
+    def _new_run(self, sandboxed: SandboxedProcessor, sandbox: Sandbox, spent: float) -> SandboxRun:
         step_timeout = self._limits.step_timeout
-        if sandboxed.current_sandbox.is_new and (extra := self._first_calls.left(sandboxed.tenant)):
+        if sandbox.is_new and (extra := self._first_calls.left(sandboxed.tenant)):
             timeout = step_timeout + extra
             # Not several times as long: all requests wait.
             backstop = max(timeout, BACKSTOP * step_timeout)
@@ -290,7 +295,7 @@ class SandboxExecutor:
         self._report(sandbox)
         # Before closing it: otherwise the watcher thread would report a crash.
         if self._unreported.pop(sandbox, None) is not None:
-            self._count_end("unloaded")
+            self._count_end(UNLOADED)
         sandbox.close()
         self._sandboxes.discard(sandbox)
 
@@ -298,6 +303,8 @@ class SandboxExecutor:
         """Log and count a sandbox that died, once."""
         if not sandbox.alive and (sandboxed := self._unreported.pop(sandbox, None)) is not None:
             self._count_end(sandbox.death.kind)
+            if sandbox.death.kind == UNLOADED:  # its client went away: nothing to warn of
+                return
             owner = f"of tenant {sandboxed.tenant}" if sandboxed.tenant else "of all clients"
             logger.warning(
                 "processor %s (%s, %s) %s", sandboxed.name or "?", sandboxed.digest, owner, sandbox.death.reason
@@ -398,4 +405,4 @@ class SandboxLoad:
         with self._lock:
             self._cancelled = True
             if self._sandbox is not None:
-                self._sandbox.kill("crash", "was killed because its load was cancelled")
+                self._sandbox.kill(UNLOADED, "was killed because its load was cancelled")

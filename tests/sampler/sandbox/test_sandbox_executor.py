@@ -198,6 +198,20 @@ def test_step_never_starts_a_sandbox(
     assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
 
 
+def test_sandbox_that_is_replaced_while_a_call_begins(
+    executor: SandboxExecutor, caller: Caller, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the thread of a load. The row was not in the sandbox that died, and does not get that one's fault."""
+    processor = executor.load(source(ADDS))
+    old = sandbox_of(processor)
+    old.kill("deadline", "was slow")
+    executor.ensure(processor)
+    found = [sandbox_of(processor)] * 3 + [old]
+    monkeypatch.setattr(SandboxedProcessor, "current_sandbox", property(lambda _: found.pop()))
+    _, outcome = caller.call(processor, caller.attach(processor, by=1.0))
+    assert [fault.kind for fault in outcome.faults.values()] == ["load"]
+
+
 def assert_too_late(outcome: RunOutcome, seconds: float) -> None:
     """Check that the only row has used its CPU time; or its time by the clock, if the machine is busy."""
     limits = f"({seconds:.4g} s of CPU time|{BACKSTOP * seconds:.4g} s, in which it got .* s of CPU time)"
@@ -530,7 +544,9 @@ def test_call_keeps_its_lowered_priority(executor: SandboxExecutor, caller: Call
 
 
 @pytest.mark.parametrize("body", ["time.sleep(1000)", "while True: pass"])
-def test_cancelled_load_fails_soon_and_runs_at_low_priority(executor: SandboxExecutor, body: str) -> None:
+def test_cancelled_load_fails_soon_and_runs_at_low_priority(
+    executor: SandboxExecutor, body: str, caplog: pytest.LogCaptureFixture
+) -> None:
     string = SourceProcessor(HANGS_IN_INIT.format(body=body), "P")
     failed: list[str] = []
 
@@ -550,6 +566,8 @@ def test_cancelled_load_fails_soon_and_runs_at_low_priority(executor: SandboxExe
     assert failed == ["the processor was killed because its load was cancelled (while it was loaded)"]
     assert not executor._loading
     assert not executor._sandboxes
+    assert executor.stats().ended == {"unloaded": 1}
+    assert not caplog.records, "a client that disconnects causes no warning"
 
 
 def test_sandbox_computing_between_calls_is_killed(executor: SandboxExecutor, caller: Caller) -> None:
