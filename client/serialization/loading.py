@@ -27,7 +27,7 @@ from .call_signature import signature_mistake
 from .code_names import missing_globals
 from .preparation import has_prepare, without_preparing
 from .processor_base import processor_class
-from .processor_string import PYTHON, Listing, PickledProcessor, SourceProcessor
+from .processor_string import PYTHON, Listing, PickledProcessor, SourceProcessor, source_lines
 from .shipped_names import ShippedNames
 from .syntax import signature_of
 
@@ -183,7 +183,7 @@ def _run_source(string: SourceProcessor, names: ShippedNames) -> ModuleType:
     filename = f"<{module.__name__}>"
     code = _compile(string.source, filename)
     # linecache lets tracebacks quote the source. The entry must not outlive the class.
-    linecache.cache[filename] = (len(string.source), None, string.source.splitlines(keepends=True), filename)
+    linecache.cache[filename] = (len(string.source), None, source_lines(string.source), filename)
     evict = weakref.finalize(module, linecache.cache.pop, filename, None)
     # dataclasses and typing look up a class's module in sys.modules while the class is created.
     sys.modules[module.__name__] = module

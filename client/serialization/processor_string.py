@@ -14,6 +14,7 @@ A processor string is JSON text in one of four forms:
 from __future__ import annotations
 
 import hashlib
+import io
 import re
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,14 @@ def _digest(*parts: bytes) -> str:
     return f"sha256:{sha.hexdigest()}"
 
 
+def source_lines(source: str) -> list[str]:
+    """Split a source into lines, each with a newline at its end, as Python numbers them.
+
+    Unlike `str.splitlines`, which also splits at form feeds and U+2028.
+    """
+    return list(io.StringIO(source, newline=None))
+
+
 @dataclass(frozen=True)
 class LineRange:
     """Lines of a `Listing` that are also those of a file of the author.
@@ -92,7 +101,7 @@ class Listing:
 
     @cached_property
     def _lines(self) -> list[str]:
-        return self.text.splitlines()
+        return source_lines(self.text)
 
     def line(self, filename: str, number: int) -> str:
         """Return a line of a file, without its indentation; "" if it is not listed, or not sure."""

@@ -16,7 +16,7 @@ import torch
 from logitship.client.author_errors import is_shipped_source
 from logitship.client.errors import ProcessorFault
 from logitship.client.scrub import scrub
-from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
+from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor, source_lines
 from logitship.sampler.edits.edit_operations import GroupEdits
 from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.processors.early_calls import ReadHistory
@@ -89,7 +89,7 @@ class SandboxedProcessor:
         """Return the function that finds a line of the source by its file and number."""
         if isinstance(self.string, PickledProcessor):
             return self.string.listing.line if self.string.listing is not None else _no_line
-        lines = self.string.source.splitlines()
+        lines = source_lines(self.string.source)
         return lambda filename, number: (
             lines[number - 1] if is_shipped_source(filename) and number <= len(lines) else ""
         )

@@ -333,6 +333,11 @@ def test_author_traceback_is_kept() -> None:
     assert "loading.py" not in message
 
 
+def test_author_traceback_quotes_the_right_line() -> None:
+    with pytest.raises(ProcessorLoadError, match=r"line 4, in <module>\n    1 / 0\n"):
+        source("\x0c\nTEXT = 'a\u2028b\x1cc'\n\n1 / 0\n")
+
+
 AUTHOR_MODULE = """
 from logitship import CustomLogitProcessor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from typing import Any
 
@@ -18,8 +19,12 @@ from logitship.client.serialization.processor_string import (
     RegisteredProcessor,
     SourceProcessor,
     parse,
+    source_lines,
     to_text,
 )
+
+SEPARATORS = "\x0c\na = '\u2028\x1c\x85'\r\nb = 1\rc = 2\nd"
+"""Lines 2, 3 and 4 assign `a`, `b` and `c`; `str.splitlines` finds more lines."""
 
 DIGEST = "sha256:" + "0123456789abcdef" * 4
 SOURCE = SourceProcessor("class A: ...", "A", b"\x80\x04}.", "3.12")
@@ -113,3 +118,16 @@ def test_listing_finds_lines() -> None:
     assert listing.line("a.py", 11) == ""  # two files of this name
     assert [listing.line("b.py", number) for number in (1, 2, 9)] == ["three", "", ""]
     assert listing.line("c.py", 1) == ""
+
+
+def test_source_lines_are_those_of_python() -> None:
+    lines = source_lines(SEPARATORS)
+    assert lines == ["\x0c\n", "a = '\u2028\x1c\x85'\n", "b = 1\n", "c = 2\n", "d"]
+    assert [(each.lineno, lines[each.lineno - 1][0]) for each in ast.parse(SEPARATORS).body] == [
+        (2, "a"),
+        (3, "b"),
+        (4, "c"),
+        (5, "d"),
+    ]
+    listing = Listing(SEPARATORS, (LineRange("a.py", 11, 1, 5),))
+    assert listing.line("a.py", 13) == "b = 1"

@@ -252,6 +252,15 @@ def test_timeout_says_where(executor: SandboxExecutor, caller: Caller, body: str
 
 
 @pytest.mark.usefixtures("time_for_dumps")
+def test_timeout_quotes_the_right_line(executor: SandboxExecutor, caller: Caller) -> None:
+    """`str.splitlines` breaks at characters at which Python's line numbers do not."""
+    string = source("while True: pass")
+    processor = executor.load(replace(string, source=f"TEXT = 'a\u2028b\x1cc'\n\x0c\n{string.source}"))
+    (fault,) = caller.call(processor, caller.attach(processor))[1].faults.values()
+    assert "in __call__\n    while True: pass\n" in fault.traceback
+
+
+@pytest.mark.usefixtures("time_for_dumps")
 def test_timeout_of_a_load_says_where(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = SandboxLimits(cpu_time=2.0, step_timeout=1.0, first_step_timeout=1.0, load_timeout=0.5)
     executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
