@@ -66,8 +66,12 @@ class ProcessClock:
     def seconds_without_core(self) -> float:
         """Return how long it has waited for a core so far; 0 if the kernel does not say, or it has ended."""
         try:
-            with open(self._schedstat, "rb", buffering=0) as file:  # `Documentation/scheduler/sched-stats.rst`
-                return int(file.read().split()[1]) * 1e-9
+            # Without a file object, which would take half of the time.
+            descriptor = os.open(self._schedstat, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return int(os.read(descriptor, 100).split()[1]) * 1e-9  # `Documentation/scheduler/sched-stats.rst`
+            finally:
+                os.close(descriptor)
         except (OSError, IndexError, ValueError):
             return 0.0
 

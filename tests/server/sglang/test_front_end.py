@@ -159,5 +159,5 @@ def test_settings_from_the_environment() -> None:
     assert settings.max_sandboxes == 3
     with pytest.raises(ValueError, match="LOGITSHIP_SGLANG_X: there is no such setting"):
         SglangSettings.from_environment({"LOGITSHIP_SGLANG_X": "1"})
-    with pytest.raises(ValueError, match="SHIPPING_API_KEY: must be keys, separated by commas$"):
+    with pytest.raises(ValueError, match=r"SHIPPING_API_KEY: must be keys, separated by commas$"):
         SglangSettings.from_environment({"LOGITSHIP_SGLANG_SHIPPING_API_KEY": "a,,b"})  # the log must not have them
