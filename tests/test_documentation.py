@@ -185,6 +185,7 @@ def test_blocks_that_are_not_run_are_listed() -> None:
     assert not_run == NOT_RUN
 
 
+@pytest.mark.timeout(1500)  # the cookbook generates much, on a machine that may be busy
 @pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
 def test_python_of_a_page_runs_as_one_script(
     page: Path,
