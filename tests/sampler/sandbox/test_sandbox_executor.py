@@ -320,7 +320,7 @@ SLEEPS = "import time\ntime.sleep(0.5)\nlogits[:, 0] = 1.0\nreturn logits"
 
 
 def test_waiting_counts_against_the_deadline(executor: SandboxExecutor, caller: Caller) -> None:
-    """Of the step, also if the call has begun without its logits."""
+    """Also if the call has begun without its logits."""
     processor = executor.load(source(SLEEPS))
     values, outcome = caller.call(processor, caller.attach(processor))
     assert (values, outcome.faults, outcome.logits_use) == ([1], {}, "unread")
