@@ -241,7 +241,7 @@ class SandboxRun:
         self._is_promised = self._is_reading = self._was_read = self._is_retry = self._is_deferred = False
         self._is_in_call = self._has_low_priority = False
         self._printed = ""
-        self._seconds = self._seconds_used = self._cpu_seconds = self._seconds_waited = 0.0
+        self._seconds = self._seconds_used = self._occupied = self._seconds_waited = 0.0
         self._began = time.perf_counter()
 
     def fail(self, rows: Sequence[int], died: SandboxDied) -> None:
@@ -375,7 +375,7 @@ class SandboxRun:
         if self._use_credit is not None:
             self._use_credit(self._seconds_used)
         charged = 0.0 if self._use_credit is not None else self._seconds_used
-        occupied = max(self._cpu_seconds, self._seconds_waited)
+        occupied = max(self._occupied, self._seconds_waited)
         for fault in set(self._faults.values()):
             fault.add_printed(self._printed)
         return RunOutcome(
@@ -420,12 +420,15 @@ class SandboxRun:
         deadline = self._sandbox.last_deadline
         assert deadline is not None
         cpu_seconds = deadline.cpu_seconds()
-        self._cpu_seconds += cpu_seconds
+        seconds_used = deadline.seconds_used()
         # Nobody waits for a deferred call. Its answer may have arrived long ago.
-        self._seconds_used += cpu_seconds if self._is_deferred else deadline.seconds_used()
+        self._seconds_used += cpu_seconds if self._is_deferred else seconds_used
         elapsed = time.perf_counter() - deadline.began
         # The answer to a promise may have arrived long ago, while the model computed.
-        self._seconds += _own_seconds(answer, elapsed) if answer and self._is_promised else elapsed
+        own = _own_seconds(answer, elapsed) if answer and self._is_promised else elapsed
+        self._seconds += own
+        # A sandbox that understates its time is charged its CPU time all the same.
+        self._occupied += max(cpu_seconds, min(own, seconds_used))
 
     def _send_rows(self) -> None:
         self._is_reading = False
@@ -500,7 +503,7 @@ class SandboxRun:
 def _own_seconds(answer: tuple[Answer, bytes], elapsed: float) -> float:
     """Return a promised call's duration as its sandbox says, within what is possible; `elapsed` if it does not say.
 
-    For people: limits count what this process measures.
+    Limits count what this process measures.
     """
     kind, body = answer
     if kind not in (Answer.EDITS, Answer.READ, Answer.DONE) or len(body) < SECONDS.size:

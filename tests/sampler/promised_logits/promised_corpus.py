@@ -285,6 +285,7 @@ NOT_REPEATABLE = frozenset(
         "PythonRandom",
         "ReadsAFile",
         "Slow",
+        "SlowInLargeBatch",
         "SlowTogether",
     }
 )
