@@ -122,10 +122,16 @@ def test_abort_of_a_waiting_request(make_async_llm: MakeAsyncLLM) -> None:
         two = SamplingParams(n=2, ignore_eos=True)
         async with aclosing(llm.generate("hello", FOREVER, request_id="first")) as outputs:
             await anext(outputs)
+
+            async def until_waiting(number: int) -> None:
+                while len(llm._runner._semaphore._waiters) < number:
+                    await asyncio.sleep(0.001)
+
             waiting = asyncio.create_task(last(llm.generate("hello", two, request_id="mine")))
+            await asyncio.wait_for(until_waiting(1), 60)
+            # It has a free slot, but is not the first to wait.
             behind = asyncio.create_task(last(llm.generate("hello", GREEDY)))
-            while len(llm._runner._semaphore._waiters) < 2:
-                await asyncio.sleep(0)
+            await asyncio.wait_for(until_waiting(2), 60)
             await llm.abort("mine")
             output = await asyncio.wait_for(waiting, 60)
             assert output.finished
