@@ -32,6 +32,9 @@ _MIN_WAIT = 0.01
 BLOCKED_WAIT = 0.05
 """Seconds until the second look at a process that waits."""
 
+_PF_EXITING = 0x4
+"""Flag of a process that the kernel is ending, see `proc_pid_stat(5)`. It closes files first, and frees memory then."""
+
 _CPUCLOCK_SCHED = 2
 """Kind of a process's clock that counts its CPU time in nanoseconds: `include/linux/posix-timers.h`."""
 
@@ -57,11 +60,21 @@ class ProcessClock:
 
     def is_runnable(self) -> bool:
         """Return whether it runs, or waits for nothing but a core."""
+        fields = self._fields()
+        return bool(fields) and fields[0] == b"R"
+
+    def is_exiting(self) -> bool:
+        """Return whether it ends, or has ended: none of its code runs any more."""
+        fields = self._fields()
+        return not fields or bool(int(fields[6]) & _PF_EXITING)
+
+    def _fields(self) -> list[bytes]:
+        """Return the fields from the third on, the state; none if the process is gone."""
         try:
             with open(self._stat, "rb") as file:
-                return file.read().rpartition(b")")[2].split()[0] == b"R"
-        except (OSError, IndexError):  # it has ended
-            return False
+                return file.read().rpartition(b")")[2].split()
+        except OSError:
+            return []
 
     def seconds_without_core(self) -> float:
         """Return how long it has waited for a core so far; 0 if the kernel does not say, or it has ended."""

@@ -50,7 +50,7 @@ _STATUS_TIMEOUT = 0.25
 """Seconds to wait for the wait status of a process whose connection ended."""
 
 _ENDED_STATUS_TIMEOUT = 1.0
-"""The same if the process has ended: on a busy machine, the zygote reports it late."""
+"""The same if the process ends or has ended: on a busy machine, that takes long, and the zygote reports it late."""
 
 _STATUS_INTERVAL = 0.002
 """Seconds between two looks whether the wait status has arrived."""
@@ -459,7 +459,8 @@ class Sandbox:
             SandboxDied: it is known, or did not come.
         """
         waited = time.perf_counter() - closed_at
-        timeout = _STATUS_TIMEOUT if self.is_running else _ENDED_STATUS_TIMEOUT
+        may_continue = self.is_running and not self._clock.is_exiting()
+        timeout = _STATUS_TIMEOUT if may_continue else _ENDED_STATUS_TIMEOUT
         if self._process.status.done() or waited >= timeout:
             raise self._fail("crash", self._exit_reason(timeout=0))
 

@@ -320,3 +320,13 @@ def test_process_that_has_ended_is_no_error(pid: int) -> None:
     os.waitpid(pid, 0)
     with cpu_time.off_this_core(pid):
         pass
+
+
+def test_processes_that_end_are_told_from_those_that_run() -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        clock = ProcessClock(process.pid)
+        assert not clock.is_exiting()
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert clock.is_exiting()
+    assert clock.is_exiting()  # nothing is left of it
