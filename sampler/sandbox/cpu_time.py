@@ -131,8 +131,14 @@ class CallDeadline:
         cpu = self.cpu_seconds()
         if self._waiting_since is None:
             return cpu
-        waited = time.perf_counter() - self._waiting_since
-        return max(cpu, waited - max(0.0, self._clock.seconds_without_core() - self._without_core_before))
+        return max(cpu, time.perf_counter() - self._waiting_since - self._seconds_without_core())
+
+    def cpu_seconds_wanted(self) -> float:
+        """Return the CPU time of the call so far, and for how long it waited for a core since somebody waits for it."""
+        return self.cpu_seconds() + (0.0 if self._waiting_since is None else self._seconds_without_core())
+
+    def _seconds_without_core(self) -> float:
+        return max(0.0, self._clock.seconds_without_core() - self._without_core_before)
 
     def start_waiting(self) -> None:
         """Count wall-clock time from now on, unless it is counted already."""

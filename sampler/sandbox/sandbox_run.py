@@ -427,8 +427,13 @@ class SandboxRun:
         # The answer to a promise may have arrived long ago, while the model computed.
         own = _own_seconds(answer, elapsed) if answer and self._is_promised else elapsed
         self._seconds += own
-        # A sandbox that understates its time is charged its CPU time all the same.
-        self._occupied += max(cpu_seconds, min(own, seconds_used))
+        # What this process measures is charged to a sandbox that understates its time, too.
+        if self._is_deferred:
+            # The time that it waited for a core counts: many calls at the lowest priority get less of the cores than a
+            # share, and slow down the engine all the same.
+            self._occupied += max(deadline.cpu_seconds_wanted(), own)
+        else:
+            self._occupied += max(cpu_seconds, min(own, seconds_used))
 
     def _send_rows(self) -> None:
         self._is_reading = False

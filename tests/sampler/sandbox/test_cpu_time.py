@@ -163,6 +163,17 @@ def test_time_used_before_anybody_waits(fake: FakeTime) -> None:
     assert deadline.seconds_used() == 1.25
 
 
+def test_time_wanted_is_that_of_the_cpu_and_of_waiting_for_a_core(fake: FakeTime) -> None:
+    deadline = CallDeadline(fake, 2.0, is_awaited=False)  # type: ignore[arg-type]
+    fake.run(2.0, 0.25)
+    fake.without_core += 1.0
+    assert deadline.cpu_seconds_wanted() == 0.5
+    deadline.start_waiting()
+    fake.run(4.0, 0.25)
+    fake.without_core += 3.0
+    assert deadline.cpu_seconds_wanted() == 4.5
+
+
 @pytest.fixture
 def spinning() -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(["sh", "-c", "while :; do :; done"])

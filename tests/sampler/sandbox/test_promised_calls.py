@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +21,8 @@ from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import LoadedProcessor, RunOutcome
 from logitship.sampler.sandbox import call_exchange
 from logitship.sampler.sandbox import sandbox as sandbox_module
+from logitship.sampler.sandbox.cpu_time import DEFERRED_NICE
+from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.sampler.sandbox.sandbox_run import SandboxRun
 
@@ -228,6 +234,40 @@ def test_forged_time_is_not_what_limits_count(executor: SandboxExecutor, caller:
     assert outcome.charged >= 0.1
     assert outcome.occupied >= 0.1
     assert is_given == (outcome.seconds >= 0.1)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_deferred_call_is_charged_for_the_core_that_it_waits_for(
+    executor: SandboxExecutor, caller: Caller, is_given: bool
+) -> None:
+    """Many of them would otherwise slow down the engine for ever, but never exceed the share of their tenant."""
+    honest = source(SPINS)
+    processor = executor.load(replace(honest, source=FORGES_ITS_TIME + honest.source))
+    processor.instance.reads.never_promise = is_given
+    group, logits = executor.group(processor, [caller.attach(processor)]), torch.zeros(1, VOCAB)
+    with spinning_beside(sandbox_of(processor)):
+        run = group.begin(logits)
+        run.defer(logits)
+        while not run.wait(0.0):  # nobody waits for it: that would be charged, too
+            time.sleep(0.001)
+        outcome = run.finish()
+    assert outcome.faults == {}
+    assert outcome.charged < outcome.occupied
+    assert outcome.occupied >= 0.15  # 0.1 of its own, and about as much of the other's
+
+
+@contextmanager
+def spinning_beside(sandbox: Sandbox) -> Iterator[None]:
+    """Let another process compute on the only core of a sandbox, with the priority of deferred calls."""
+    core = {min(os.sched_getaffinity(0))}
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            os.setpriority(os.PRIO_PROCESS, other.pid, DEFERRED_NICE)
+            for pid in (sandbox._pid, other.pid):
+                os.sched_setaffinity(pid, core)
+            yield
+        finally:
+            other.kill()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
