@@ -15,11 +15,11 @@ from logitship.server.metrics.observed_metrics import RequestMeter
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.body_limits import QueuedBody
 from logitship.server.requests.messages import (
-    FinishReason,
     GenerationChunk,
     GenerationRequest,
     GenerationStream,
     RequestError,
+    aborted_chunks,
 )
 from logitship.server.requests.sequence import Sequence, Sink
 from logitship.server.tokenizer import Tokenizer
@@ -201,19 +201,7 @@ class ActiveRequests:
             orphans = [] if self._failed else list(self._active.values())
             self._failed = True
         for active in orphans:
-            reason = FinishReason("abort", error=error)
-            prompt_tokens = len(active.request.prompt_token_ids)
-            chunks = [
-                GenerationChunk(
-                    index=index,
-                    text="",
-                    token_ids=[],
-                    finish_reason=reason,
-                    prompt_tokens=prompt_tokens,
-                    completion_tokens=0,
-                )
-                for index in range(active.request.num_sequences)
-            ]
+            chunks = aborted_chunks(active.request, error)
             active.meter.delivered(chunks)
             GenerationStream.deliver([(active.stream, chunks)])
 

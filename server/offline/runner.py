@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import QueueFull
-from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationStream
+from logitship.server.requests.messages import GenerationStream, aborted_chunks
 
 from .error_translation import error_of_failure
 from .output_builder import OutputBuilder
@@ -175,21 +175,8 @@ async def _finish(index: int, running: RunningRequest, finished: Callable[[int, 
 
 def _aborted_stream(request: OfflineRequest) -> GenerationStream:
     """Return the stream of a request that was aborted before it was submitted."""
-    count, prompt_tokens = request.request.num_sequences, len(request.request.prompt_token_ids)
-    stream = GenerationStream(count, _noop)
-    aborted = FinishReason("abort")
-    chunks = [
-        GenerationChunk(
-            index=index,
-            text="",
-            token_ids=[],
-            finish_reason=aborted,
-            prompt_tokens=prompt_tokens,
-            completion_tokens=0,
-        )
-        for index in range(count)
-    ]
-    GenerationStream.deliver([(stream, chunks)])
+    stream = GenerationStream(request.request.num_sequences, _noop)
+    GenerationStream.deliver([(stream, aborted_chunks(request.request))])
     return stream
 
 

@@ -303,6 +303,26 @@ def merge_chunks(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
     )
 
 
+def aborted_chunks(request: GenerationRequest, error: RequestError | None = None) -> list[GenerationChunk]:
+    """Return a chunk for each continuation that ends it as aborted, without further output.
+
+    Args:
+        request: the request.
+        error: the reason, unless it is the client that aborts.
+    """
+    return [
+        GenerationChunk(
+            index=index,
+            text="",
+            token_ids=[],
+            finish_reason=FinishReason("abort", error=error),
+            prompt_tokens=len(request.prompt_token_ids),
+            completion_tokens=0,
+        )
+        for index in range(request.num_sequences)
+    ]
+
+
 AnyContinuation = TypeVar("AnyContinuation", bound="Continuation")
 
 
