@@ -14,7 +14,6 @@ import random
 import socket
 import subprocess
 import sys
-import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -31,6 +30,7 @@ from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationE
 from logitship.server.doctor import run_doctor_command
 from logitship.server.tokenizer import Tokenizer
 
+from .history_processors import CountsCalls, HashesHistory, history_token
 from .sglang_escapes import ESCAPES, PREVENTED, escaping
 from .sglang_faults import FAULTS, faulty
 from .sglang_server import SglangServer, add_distribution, sglang_serve
@@ -54,40 +54,6 @@ THINKING = {
     "Glm4MoeThinkingBudgetLogitProcessor": (151350, 151351, 198),
     "InklingThinkingBudgetLogitProcessor": (200008, 200010, 198),
 }
-
-
-class CountsCalls(CustomLogitProcessor):
-    """Forces token `first` + n in the n-th call for a sequence, and checks that its output is the n tokens before."""
-
-    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        for row, params in enumerate(custom_param_list or ()):
-            request = params["__req__"]
-            calls = request.state.setdefault("calls", 0)
-            request.state["calls"] = calls + 1
-            expected = [params["first"] + call for call in range(calls)]
-            if list(request.output_ids) != expected:
-                raise AssertionError(f"call {calls} saw {request.output_ids}")
-            logits[row] = -float("inf")
-            logits[row, params["first"] + calls] = 0.0
-        return logits
-
-
-class HashesHistory(CustomLogitProcessor):
-    """Keeps the model's choice, except for a last token that is a hash of the history and the number of calls."""
-
-    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        for row, params in enumerate(custom_param_list or ()):
-            request = params["__req__"]
-            calls = request.state["calls"] = request.state.get("calls", 0) + 1
-            if len(request.output_ids) == params["last"]:
-                logits[row] = -float("inf")
-                logits[row, history_token(request.origin_input_ids, request.output_ids, calls)] = 0.0
-        return logits
-
-
-def history_token(prompt: list[int], output: list[int], calls: int) -> int:
-    """Return the token that `HashesHistory` forces."""
-    return 5000 + zlib.crc32(repr((list(prompt), list(output), calls)).encode()) % 10000
 
 
 class NeedsNoParams(CustomLogitProcessor):

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -31,6 +30,8 @@ import torch
 
 from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor
 from logitship.server.model.default_model import default_model_folder
+
+from .history_processors import CountsCalls, HashesHistory, history_token
 
 pytestmark = pytest.mark.timeout(1500)  # vLLM is installed on first use
 
@@ -47,40 +48,6 @@ In the greedy answers that are compared here, the log-probabilities of the two m
 """
 TOKENS = 12
 FIRST = 1000
-
-
-class CountsCalls(CustomLogitProcessor):
-    """Forces token `first` + n in the n-th call for a sequence, and checks that its output is the n tokens before."""
-
-    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        for row, params in enumerate(custom_param_list or ()):
-            request = params["__req__"]
-            calls = request.state.setdefault("calls", 0)
-            request.state["calls"] = calls + 1
-            expected = [params["first"] + call for call in range(calls)]
-            if list(request.output_ids) != expected:
-                raise AssertionError(f"call {calls} saw {request.output_ids}")
-            logits[row] = -float("inf")
-            logits[row, params["first"] + calls] = 0.0
-        return logits
-
-
-class HashesHistory(CustomLogitProcessor):
-    """Keeps the model's choice, except for a last token that is a hash of the history and the number of calls."""
-
-    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        for row, params in enumerate(custom_param_list or ()):
-            request = params["__req__"]
-            calls = request.state["calls"] = request.state.get("calls", 0) + 1
-            if len(request.output_ids) == params["last"]:
-                logits[row] = -float("inf")
-                logits[row, history_token(request.origin_input_ids, request.output_ids, calls)] = 0.0
-        return logits
-
-
-def history_token(prompt: Sequence[int], output: Sequence[int], calls: int) -> int:
-    """Return a token id that is a hash of a history."""
-    return zlib.crc32(repr((list(prompt), list(output), calls)).encode()) % 10_000
 
 
 class FailsAtThird(CustomLogitProcessor):
