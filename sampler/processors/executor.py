@@ -147,7 +147,8 @@ class RunOutcome(NamedTuple):
         faults: faults of failed rows, by row index within the call. The logits of these rows are unspecified.
         row_by_row: True if the call failed for the whole group and was repeated for each row.
         charged: seconds that count against the deadline of the step: 0 in this process, where there is none.
-        occupied: seconds that its tenant is charged: at least those in which it kept a core busy, or the step waiting.
+        occupied: seconds that its tenant is charged: at least those in which it kept a core busy, or the step waiting;
+            for a deferred call also those in which it waited for a core.
         logits_use: "unread" if the call began before its logits existed, and never used one; "read" if it began so, and
             then used them; "given" if it began with them.
         printed: the last text that the processor printed.

@@ -419,20 +419,21 @@ class SandboxRun:
             self._pending.remove(self)
         deadline = self._sandbox.last_deadline
         assert deadline is not None
-        cpu_seconds = deadline.cpu_seconds()
-        seconds_used = deadline.seconds_used()
-        # Nobody waits for a deferred call. Its answer may have arrived long ago.
-        self._seconds_used += cpu_seconds if self._is_deferred else seconds_used
         elapsed = time.perf_counter() - deadline.began
         # The answer to a promise may have arrived long ago, while the model computed.
         own = _own_seconds(answer, elapsed) if answer and self._is_promised else elapsed
         self._seconds += own
         # What this process measures is charged to a sandbox that understates its time, too.
+        cpu_seconds = deadline.cpu_seconds()
         if self._is_deferred:
+            # Nobody waits for it. Its answer may have arrived long ago.
+            self._seconds_used += cpu_seconds
             # The time that it waited for a core counts: many calls at the lowest priority get less of the cores than a
             # share, and slow down the engine all the same.
             self._occupied += max(deadline.cpu_seconds_wanted(), own)
         else:
+            seconds_used = deadline.seconds_used()
+            self._seconds_used += seconds_used
             self._occupied += max(cpu_seconds, min(own, seconds_used))
 
     def _send_rows(self) -> None:

@@ -6,7 +6,6 @@ import math
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -260,7 +259,7 @@ def test_deferred_call_is_charged_for_the_core_that_it_waits_for(
 def spinning_beside(sandbox: Sandbox) -> Iterator[None]:
     """Let another process compute on the only core of a sandbox, with the priority of deferred calls."""
     core = {min(os.sched_getaffinity(0))}
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+    with subprocess.Popen(["sh", "-c", "while :; do :; done"]) as other:
         try:
             os.setpriority(os.PRIO_PROCESS, other.pid, DEFERRED_NICE)
             for pid in (sandbox._pid, other.pid):
