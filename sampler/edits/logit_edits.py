@@ -58,28 +58,38 @@ class RecentVectors:
         return copy
 
 
+class _NumberPut:
+    """Put the same number at positions, of which there may be more until the next edit.
+
+    A processor often forbids tokens one by one, and an array takes longer to make than a list to extend.
+    """
+
+    __slots__ = ("positions", "value")
+
+    def __init__(self, positions: list[int], value: float) -> None:
+        self.positions = positions
+        self.value = value
+
+
 class EditLog:
     """Records edits of float32 [num_rows, vocab_size] logits, in order.
 
-    It copies positions and vectors, because their owner may change them. It shares uint32 positions and the operands of
-    single elements, which belong to it from then on. It checks nothing.
+    It copies positions and vectors, because their owner may change them. It shares uint32 positions, the lists of
+    `put_each` and the operands of single elements, which belong to it from then on. It checks nothing.
 
     Args:
         num_rows: rows of the call.
         vocab_size: width of the logits; the number of positions is below 2**31.
         vectors: those of earlier calls; None: of this call alone.
-
-    Attributes:
-        edits: the edits so far.
     """
 
     __slots__ = (
+        "_edits",
         "_most_edits",
         "_most_touched",
         "_num_registers",
         "_num_steps",
         "_num_touched",
-        "edits",
         "num_rows",
         "vectors",
         "vocab_size",
@@ -88,7 +98,7 @@ class EditLog:
     def __init__(self, num_rows: int, vocab_size: int, vectors: RecentVectors | None = None) -> None:
         self.num_rows = num_rows
         self.vocab_size = vocab_size
-        self.edits: list[Edit] = []
+        self._edits: list[Edit | _NumberPut] = []
         self._num_registers = 0
         self._num_steps = 0
         self._num_touched = 0
@@ -99,30 +109,48 @@ class EditLog:
     def copy(self) -> EditLog:
         """Return a log with the same edits, to which others may be added."""
         copy = EditLog(self.num_rows, self.vocab_size, self.vectors)
-        copy.edits = self.edits.copy()
+        copy._edits += self.edits
         copy._take_counts(self)
         return copy
 
     @property
+    def edits(self) -> list[Edit]:
+        """The edits so far."""
+        edits = self._edits
+        for number, edit in enumerate(edits):
+            if type(edit) is _NumberPut:
+                edits[number] = Put(np.array(edit.positions, _DTYPE), edit.value)
+        return edits  # type: ignore[return-value]  # there are no others now
+
+    @property
     def is_empty(self) -> bool:
         """True if nothing was recorded."""
-        return not self.edits
+        return not self._edits
 
     @property
     def is_full(self) -> bool:
         """True if the log is too long to be sent."""
-        return len(self.edits) + self._num_steps > self._most_edits or self._num_touched > self._most_touched
+        return len(self._edits) + self._num_steps > self._most_edits or self._num_touched > self._most_touched
 
     def put(self, positions: AnyPositions, value: Operand) -> None:
         """Put one value, or float32 [positions], at positions, int64 [n]."""
         put = Put(_positions(positions), value)
-        last = self.edits[-1] if self.edits else None
+        last = self._edits[-1] if self._edits else None
         if type(last) is Put and len(last.positions) < _MAX_JOINED and same_number(last.values, put.values):
-            # A processor often forbids tokens one by one.
-            self.edits.pop()
+            # A processor often forbids tokens row by row.
+            self._edits.pop()
             put = Put(np.concatenate((last.positions, put.positions)), put.values)
             self._num_touched -= len(last.positions)
         self._add(put, len(put.positions))
+
+    def put_each(self, positions: list[int], value: float) -> None:
+        """Put a value at a few positions."""
+        last = self._edits[-1] if self._edits else None
+        if type(last) is _NumberPut and same_number(last.value, value):
+            last.positions += positions
+        elif positions:
+            self._edits.append(_NumberPut(positions, value))
+        self._num_touched += len(positions)
 
     def fill(self, rows: Sequence[int], value: float) -> None:
         """Put a value in whole rows."""
@@ -167,7 +195,7 @@ class EditLog:
 
     def extend(self, other: EditLog, start: int) -> None:
         """Add the edits of another log from number `start` on; before that, it has the same edits as this one."""
-        self.edits += other.edits[start:]
+        self._edits += other.edits[start:]
         self._take_counts(other)
 
     def apply_to(self, logits: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -180,7 +208,7 @@ class EditLog:
 
     def _add(self, edit: Edit, num_touched: int) -> None:
         if num_touched:
-            self.edits.append(edit)
+            self._edits.append(edit)
             self._num_touched += num_touched
 
 

@@ -31,6 +31,8 @@ _MIN_KEPT = 64
 """Elements that even a smaller selection counts as."""
 _ADJACENT = (1,)
 """Stride of a one-dimensional tensor with nothing between its elements."""
+_FEW_NUMBERS = 16
+"""Up to this many numbers of an index are turned into positions faster than they are found in `RecentSelections`."""
 _FEW_PLACES = 8
 """Values at a mask are recorded by position if it is set for at most one in this many elements."""
 
@@ -131,8 +133,13 @@ class RecentSelections:
 
     def select(self, rows: range, is_one: bool, vocab_size: int, index: Any) -> Selection | None:
         """See `select`."""
-        first, second = index if type(index) is tuple and len(index) == 2 else (_NO_ROWS, index)
-        contents = self._contents(0, first), self._contents(1, second)
+        contents: tuple[Hashable, Hashable]
+        if type(index) is not tuple:
+            contents = _NO_ROWS, self._contents(1, index)
+        elif len(index) == 2:
+            contents = self._contents(0, index[0]), self._contents(1, index[1])
+        else:
+            contents = None, None
         if None in contents:
             return select(rows, is_one, vocab_size, index)
         key = rows, is_one, vocab_size, contents
@@ -161,16 +168,18 @@ class RecentSelections:
         self._selections[key] = selection
         return True
 
-    def _contents(self, place: int, part: Any) -> bytes | tuple[int, ...] | int | str | None:
+    def _contents(self, place: int, part: Any) -> Hashable:
         """Return what distinguishes a part of an index; None if it is of another kind."""
         kind = type(part)
         if kind is torch.Tensor:
             return self._tensors[place].of(part)
-        if kind is int or part is _NO_ROWS:
+        if kind is int or part is Ellipsis:
             return part  # type: ignore[no-any-return]
         if kind is slice and part == _COLON:
             return _ALL_ROWS
-        is_known = kind is list and len(part) <= _MAX_RECENT and set(map(type, part)) == {int}
+        if kind is np.ndarray:
+            return part.tobytes() if part.dtype == np.int64 and part.ndim == 1 and part.size <= _MAX_RECENT else None
+        is_known = (kind is list or kind is tuple) and len(part) <= _MAX_RECENT and set(map(type, part)) == {int}
         return tuple(part) if is_known else None
 
 
@@ -199,6 +208,43 @@ class _TensorContents:
         return array.tobytes()
 
 
+def few_positions(rows: range, is_one: bool, vocab_size: int, index: Any) -> list[int] | None:
+    """Return the positions of the few elements that an index selects by plain numbers; None if it is any other.
+
+    Args:
+        rows: see `select`.
+        is_one: see `select`.
+        vocab_size: see `select`.
+        index: see `select`.
+    """
+    first: Any = 0
+    if not is_one and type(index) is tuple and len(index) == 2:
+        first, index = index
+    elif not is_one or type(index) is tuple:
+        return None
+    columns = _few_columns(index, vocab_size)
+    if columns is None:
+        return None
+    if type(first) is int:
+        if not 0 <= first < len(rows):
+            return None
+        rows = rows[first : first + 1]
+    elif first is not Ellipsis and not (type(first) is slice and first == _COLON):
+        return None
+    if len(rows) * len(columns) > FEW:
+        return None
+    return [row * vocab_size + column for row in rows for column in columns]
+
+
+def _few_columns(part: Any, vocab_size: int) -> Sequence[int] | None:
+    """Return a part of an index as a few numbers, none of which is negative; None if it is anything else."""
+    kind = type(part)
+    if kind is int:
+        return (part,) if 0 <= part < vocab_size else None
+    is_few = (kind is list or kind is tuple) and 0 < len(part) <= _FEW_NUMBERS and set(map(type, part)) == {int}
+    return part if is_few and min(part) >= 0 and max(part) < vocab_size else None
+
+
 def select(rows: Sequence[int], is_one: bool, vocab_size: int, index: Any) -> Selection | None:
     """Return what an index selects; None if that is not certain.
 
@@ -215,7 +261,9 @@ def select(rows: Sequence[int], is_one: bool, vocab_size: int, index: Any) -> Se
     else:
         index = plain_index(index)
     if type(index) is tuple:
-        if len(index) == 2 and not is_one:
+        if len(index) == 2 and is_one and index[0] is Ellipsis:
+            index = index[1:]
+        elif len(index) == 2 and not is_one:
             return _select_two(rows, vocab_size, index[0], index[1])
         if len(index) != 1:
             return None

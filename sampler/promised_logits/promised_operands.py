@@ -36,8 +36,13 @@ def is_plain(value: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def scalar_of(value: Any) -> float | None:
-    """Return a number that PyTorch converts to float32 in one certain way."""
+def scalar_of(value: Any, max_dims: int = 0) -> float | None:
+    """Return a number that PyTorch converts to float32 in one certain way.
+
+    Args:
+        value: the number, or a tensor with one element.
+        max_dims: most dimensions of such a tensor.
+    """
     kind = type(value)
     if kind is float or kind is np.float64:
         number = float(value)
@@ -45,7 +50,7 @@ def scalar_of(value: Any) -> float | None:
         if abs(value) > _EXACT_INT:
             return None
         number = float(value)
-    elif kind is torch.Tensor and value.ndim == 0 and is_plain(value, torch.float32):
+    elif kind is torch.Tensor and value.numel() == 1 and value.ndim <= max_dims and is_plain(value, torch.float32):
         number = value.item()
     else:
         return None

@@ -13,7 +13,7 @@ import torch
 
 from logitship.sampler.edits.edit_operations import MAX_STEPS, Operand
 
-from .promised_index import Cells, Mask, Rows, Selection, plain_index
+from .promised_index import Cells, Mask, Rows, Selection, few_positions, plain_index
 from .promised_memory import Memory
 from .promised_operands import DenseOperand, is_plain, operand_of, scalar_of
 
@@ -106,6 +106,14 @@ class LogitsView:
         memory = self.memory
         if not memory.is_pending:
             return False
+        number = scalar_of(value)
+        if number is not None:
+            value = number
+            positions = few_positions(self.rows, self.is_one, memory.source.vocab_size, index)
+            if positions is not None:
+                memory.log.put_each(positions, number)
+                memory.limit()
+                return True
         chosen = self.select(index)
         if chosen is None:
             return False
@@ -113,7 +121,6 @@ class LogitsView:
             shape = (len(chosen.rows), memory.source.vocab_size)
             return self.put_rows(chosen.rows, shape[1:] if chosen.is_one else shape, value)
         if isinstance(chosen, Mask):
-            number = scalar_of(value)
             if number is not None:
                 return put_mask(memory, chosen.rows, chosen.mask, number)
             chosen = chosen.cells(memory.source.vocab_size)
@@ -167,7 +174,7 @@ class LogitsView:
         memory = self.memory
         if not memory.is_pending or not self.rows:
             return False
-        number = scalar_of(operand)
+        number = scalar_of(operand, max_dims=len(self.shape))
         if number is not None:
             memory.log.edit_rows(self.rows, operator, number)
         else:
@@ -240,7 +247,8 @@ class CellView:
 
     def is_same(self, cells: Cells) -> bool:
         """Return whether these are its elements."""
-        return self._cells.shape == cells.shape and np.array_equal(self._cells.positions, cells.positions)
+        own = self._cells
+        return own is cells or (own.shape == cells.shape and np.array_equal(own.positions, cells.positions))
 
     def copy(self) -> Values | None:
         """Return a copy with values of its own."""

@@ -32,6 +32,7 @@ def logs_by_row(draw: st.DrawFn, rows: int) -> EditLog:
 
     steps: list[Callable[[int], object]] = [
         lambda row: log.put(positions(row), numbers[row % 2]),
+        lambda row: log.put_each(positions(row), numbers[row % 2]),
         lambda row: log.put(torch.tensor(positions(row)), (vector[:2] + row).numpy()),
         lambda row: log.fill([row], numbers[row % 2]),
         lambda row: registers.update({row: log.save(positions(row))}),
@@ -66,7 +67,7 @@ def logs(draw: st.DrawFn, rows: int) -> EditLog:
     log = EditLog(rows, VOCAB)
     registers: list[int] = []
     for _ in range(draw(st.integers(0, 6))):
-        kind = draw(st.integers(0, 8))
+        kind = draw(st.integers(0, 9))
         count = draw(st.integers(1, 5))
         unique = draw(st.lists(st.integers(0, rows * VOCAB - 1), min_size=count, max_size=count, unique=True))
         chosen = sorted(draw(st.sets(st.integers(0, rows - 1), min_size=1)))
@@ -95,6 +96,8 @@ def logs(draw: st.DrawFn, rows: int) -> EditLog:
             log.put_mask(chosen, vector > 0, number)
         elif kind == 8:
             log.put_mask(chosen, torch.randn(len(chosen), VOCAB, generator=generator) > 0, number)
+        elif kind == 9:
+            log.put_each(draw(st.lists(st.integers(0, rows * VOCAB - 1), max_size=3)), number)
     return log
 
 

@@ -30,6 +30,7 @@ def names() -> dict[str, Any]:
         "dense": torch.randn(NUM_ROWS, VOCAB_SIZE, generator=generator),
         "sparse": sparse,
         "column": torch.tensor([[1.5], [-2.0], [0.0]]),
+        "one": torch.tensor([0.3]),
         "two": torch.tensor([3.0, -1.0]),
         "pairs": torch.tensor([[3.0, -1.0], [0.5, 1.0], [-0.0, 2.0]]),
         "index": torch.tensor([[0, 3], [2, 1], [7, 5]]),
@@ -44,7 +45,18 @@ def _one_of(usual: list[str], rare: list[str]) -> st.SearchStrategy[str]:
 
 _ROW = _one_of(["0", "1", "-1", "np.int64(1)", "torch.tensor(2)"], ["3", "'a'", "True"])
 _ROWS = _one_of(
-    [":", "1:", "::2", "...", "[0, 2]", "[2, 0]", "torch.tensor([True, False, True])", "[1]"],
+    [
+        ":",
+        "1:",
+        "::2",
+        "...",
+        "[0, 2]",
+        "[2, 0]",
+        "(0, 1)",
+        "np.array([0, 2])",
+        "torch.tensor([True, False, True])",
+        "[1]",
+    ],
     ["[]", ":0", "[0, 0]", "None"],
 )
 _TWO = [
@@ -68,8 +80,8 @@ _NUMBER = _one_of(
     ["1e39", "10**20", "True", "float('nan')"],
 )
 _WHOLE = _one_of(
-    ["vec", "zero", "dense", "sparse", "column", "torch.full((V,), -inf)", "torch.zeros_like(l)"],
-    ["vec[None]", "vec.double()", "two", "dense[None]"],
+    ["vec", "zero", "dense", "sparse", "column", "torch.full((V,), -inf)", "torch.zeros_like(l)", "one"],
+    ["vec[None]", "vec.double()", "two", "dense[None]", "one[None]", "one[None, None]", "one.double()"],
 )
 _FEW = _one_of(["two", "two[:1]", "torch.tensor([2.0])"], ["pairs", "vec", "two[None]"])
 _OPERATOR = st.sampled_from("+-*/")
