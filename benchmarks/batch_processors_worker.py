@@ -20,11 +20,7 @@ MODULES = {
     "logitship": (
         "logitship.sampler.batch_processors.interface",
         "logitship.sampler.sampling_params",
-        {
-            "min_p": "logitship.builtin_processors.min_p",
-            "logit_bias": "logitship.builtin_processors.logit_bias",
-            "min_tokens": "logitship.builtin_processors.min_tokens",
-        },
+        dict.fromkeys(("min_p", "logit_bias", "min_tokens"), "logitship.builtin_processors.parameter_processors"),
     ),
     "vllm": (
         "vllm.v1.sample.logits_processor.interface",

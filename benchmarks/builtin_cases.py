@@ -93,7 +93,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
     backend = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")  # type: ignore[no-untyped-call]
 
 
 TOKENIZER = _tokenizer()

@@ -106,13 +106,14 @@ class GPUClock:
 
     def seconds_after_model(self, step: Step) -> float:
         """See `Clock`."""
-        ready, applied = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(self._cycles)
+        ready, applied = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(self._cycles)  # type: ignore[no-untyped-call]
         ready.record()
         step()
         applied.record()
         applied.synchronize()
-        return 1e-3 * ready.elapsed_time(applied)
+        milliseconds: float = ready.elapsed_time(applied)
+        return 1e-3 * milliseconds
 
 
 class Side:

@@ -15,12 +15,13 @@ import itertools
 import json
 import statistics
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from comparison import OF_PEER, Comparison, arguments, at_least, at_most, compare, in_turns, report
 from processors import SOURCE
-from served import COMMAND, Server, listening
+from served import COMMAND, Server, ServerCommand, listening
 
 from logitship.server.model.default_model import default_model_folder
 
@@ -92,9 +93,9 @@ def measure(
 
         ours, peer = in_turns([lambda: turn("logitship", "vllm"), lambda: turn("vllm", "logitship")], options.turns)
         case = f"{streams} stream{'s' if streams > 1 else ''}"
-        named = {"peer_name": "vLLM 0.32.0", "kind": OF_PEER}
-        yield compare("end to end", case, ours, peer, unit="tokens/s", target=TARGETS.get(streams), **named)
-        yield compare("end to end, p99 between tokens", case, *between.values(), unit="ms", target=at_most(1), **named)
+        compared = partial(compare, peer_name="vLLM 0.32.0", kind=OF_PEER)
+        yield compared("end to end", case, ours, peer, unit="tokens/s", target=TARGETS.get(streams))
+        yield compared("end to end, p99 between tokens", case, *between.values(), unit="ms", target=at_most(1))
 
 
 def vllm_command(python: str, model: Path) -> tuple[list[str], dict[str, str]]:
@@ -126,7 +127,10 @@ def main() -> None:
     if not options.vllm_python:
         parser.error("--vllm-python is needed: what is measured here is the ratio")
     flags = ("--enable-custom-logit-processor", "--max-model-len", MAX_MODEL_LEN, "--log-level", "error")
-    commands = ((*COMMAND, *flags), {}), vllm_command(options.vllm_python, default_model_folder())
+    commands: list[ServerCommand] = [
+        ((*COMMAND, *flags), {}),
+        vllm_command(options.vllm_python, default_model_folder()),
+    ]
     with listening(*commands) as (ours, peer):
         servers = {"logitship": ours, "vllm": peer}
         sides = {name: Side(name, server) for name, server in servers.items()}

@@ -24,7 +24,7 @@ from typing import Any
 import comparison
 from end_to_end import MAX_MODEL_LEN, vllm_command
 from processors import SOURCE
-from served import COMMAND, Server, listening
+from served import COMMAND, Server, ServerCommand, listening
 
 from logitship.server.model.default_model import default_model_folder
 
@@ -326,7 +326,10 @@ def main() -> None:
     options = parser.parse_args()
     model = default_model_folder()
     flags = ("--enable-custom-logit-processor", "--max-model-len", MAX_MODEL_LEN, "--log-level", "error")
-    commands = {"ours": ((*COMMAND, *flags), {}), "one by one": ((*COMMAND, *flags, "--max-forced-run", "0"), {})}
+    commands: dict[str, ServerCommand] = {
+        "ours": ((*COMMAND, *flags), {}),
+        "one by one": ((*COMMAND, *flags, "--max-forced-run", "0"), {}),
+    }
     if options.before_python:
         commands["before"] = ((options.before_python, *COMMAND[1:], *flags), {})
     if options.vllm_python:

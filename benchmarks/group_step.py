@@ -129,7 +129,8 @@ class Sides:
 
     def logitship(self) -> StepSide:
         """Return our step: batch, row order and processors as in the engine and its sampler."""
-        executor = InProcessExecutor({}, MODEL)
+        model = ModelView(self._case.vocab_size, frozenset({0}), None)
+        executor = InProcessExecutor({}, model)
         loaded = [
             LoadedProcessor(f"sha256:{n}", self._case.processor.__name__, executor, each)
             for n, each in enumerate(self._instances)
@@ -147,7 +148,7 @@ class Sides:
             None,
             self._logits.device,
             False,
-            model=ModelView(self._case.vocab_size, frozenset({0}), None),
+            model=model,
             on_call=metrics.call_observer,
             check_last=False,
             clock=StepClock(),

@@ -91,7 +91,7 @@ def requests() -> Iterator[Request]:
     only between both SGLangs, but where the processor leaves no choice.
     """
     for number, prompt in enumerate(PROMPTS[:20]):
-        sampled = {"temperature": 0.8, "seed": number}
+        sampled: Any = {"temperature": 0.8, "seed": number}
         yield Request("seeded", prompt, **sampled, sides=OF_SGLANG)
         forbidden = {"token_ids": list(range(number, 20_000, 7))}
         yield Request(
@@ -175,7 +175,7 @@ class Side:
 
 def sglang_body(request: Request, prompt: list[int]) -> dict[str, Any]:
     """Return the body of `POST /generate`."""
-    sampling = {"temperature": request.temperature, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
+    sampling: dict[str, Any] = {"temperature": request.temperature, "max_new_tokens": NUM_TOKENS, "ignore_eos": True}
     body: dict[str, Any] = {"input_ids": prompt, "sampling_params": sampling}
     if request.processor is not None:
         sampling["custom_params"] = dict(request.params)
@@ -191,11 +191,11 @@ def verdict(request: Request, expected: list[int], answer: list[int], reference:
         return "different"
     place = next(index for index, pair in enumerate(zip(answer, expected, strict=True)) if pair[0] != pair[1])
     logprobs = reference.logprobs(request, expected[:place])
-    two = [logprobs.get(token) for token in (answer[place], expected[place])]
-    if None in two:
+    one, other = logprobs.get(answer[place]), logprobs.get(expected[place])
+    if one is None or other is None:
         return "different"
-    print(f"# {request.kind}, {request.prompt!r}, token {place}: {two[0]:.6f} and {two[1]:.6f}")
-    return "near-tie" if abs(two[0] - two[1]) <= NEAR_TIE else "different"
+    print(f"# {request.kind}, {request.prompt!r}, token {place}: {one:.6f} and {other:.6f}")
+    return "near-tie" if abs(one - other) <= NEAR_TIE else "different"
 
 
 def compare(sides: Sequence[Side], asked: Sequence[Request]) -> Counter[tuple[str, str, str]]:

@@ -38,7 +38,7 @@ def step(num_rows: int, num_processors: int) -> Callable[[], None]:
                 pass
         with clock.deliver, clock.sample, clock.processors:
             for observe in observers:
-                observe(num_rows, 1e-4)
+                observe(num_rows, 1e-4, "given")
         with clock.deliver:
             for meter in meters:
                 meter.delivered([chunk])

@@ -2,7 +2,7 @@
 
     python benchmarks/run.py --vllm-python PATH_OF_A_PYTHON_THAT_HAS_VLLM
 
-Takes under 20 minutes on two cores. `--write` puts the tables into README.md and docs/performance.md, the figures into
+Takes about 20 minutes on two cores. `--write` puts the tables into README.md and docs/performance.md, the figures into
 docs/performance.json and the plot into docs/images/performance.svg; `--recorded` writes them again from
 docs/performance.json without running anything. The soak test has a script of its own, `soak.py`.
 """

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 START_TIMEOUT = 240.0
 """Seconds until the servers answer: each loads a model."""
@@ -197,9 +197,13 @@ def _post(path: str, body: Mapping[str, Any]) -> bytes:
     return head.encode() + content
 
 
+ServerCommand: TypeAlias = tuple[Sequence[str], Mapping[str, str]]
+"""A command and its environment."""
+
+
 @contextlib.contextmanager
-def listening(*commands: tuple[Sequence[str], Mapping[str, str]]) -> Iterator[list[Server]]:
-    """Run servers, one for each command and environment, until the end of the block.
+def listening(*commands: ServerCommand) -> Iterator[list[Server]]:
+    """Run servers, one for each command, until the end of the block.
 
     Raises:
         RuntimeError: one does not start.

@@ -21,7 +21,7 @@ from served import Server, gaps_while_all_run, served
 
 from logitship.sampler.ops.sample_tokens import greedy_sample
 from logitship.server.config import DEFAULT_MODEL, ServerConfig
-from logitship.server.model.capacity import max_model_len
+from logitship.server.model.capacity import free_bytes, max_model_len
 from logitship.server.model.model_loader import load_model
 from logitship.server.model.model_runner import Chunk, ModelRunner
 
@@ -41,7 +41,8 @@ class BareLoop:
 
     def __init__(self, config: ServerConfig, prompts: list[list[int]], tokens: int) -> None:
         loaded = load_model(config)
-        max_len = max_model_len(config, loaded.model, loaded.max_len)  # the cache is laid out as the server's
+        # The cache is laid out as the server's.
+        max_len = max_model_len(config, loaded.model, loaded.max_len, free_bytes(config, loaded.model))
         self._runner = ModelRunner(loaded.model, config.max_num_seqs, max_len)
         prefill = [Chunk(slot, 0, prompt) for slot, prompt in enumerate(prompts)]
         last = [len(prompts[0]) * (slot + 1) - 1 for slot in range(len(prompts))]
