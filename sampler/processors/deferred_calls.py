@@ -164,9 +164,12 @@ class DeferredCalls:
 
     def _last_call(self, group: ProcessorGroup) -> _LastCall:
         name = group.processor.group_name
-        if name not in self._last and len(self._last) >= _MAX_KNOWN:
-            self._last.clear()
-        return self._last.setdefault(name, _LastCall(group.processor.tenant))
+        last = self._last.get(name)
+        if last is None:
+            if len(self._last) >= _MAX_KNOWN:
+                self._last.clear()
+            last = self._last[name] = _LastCall(group.processor.tenant)
+        return last
 
     def begin_step(self) -> None:
         """Begin a step."""

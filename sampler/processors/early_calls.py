@@ -319,10 +319,12 @@ class EarlyCalls:
 
     def is_busy(self, group_name: str) -> bool:
         """Return whether a processor cannot be called now, because an early call of it has not ended."""
-        return any(call.group.processor.group_name == group_name for call in self._open)
+        return bool(self._open) and any(call.group.processor.group_name == group_name for call in self._open)
 
     def split(self, stage: GroupStage) -> GroupStage:
         """Return a stage whose groups have one early call each, for all of their rows, or none."""
+        if not self._calls:
+            return stage
         groups = [part for group in stage.groups for part in self._parts(group)]
         return stage if len(groups) == len(stage.groups) else GroupStage(stage.key, groups)
 
@@ -336,7 +338,7 @@ class EarlyCalls:
 
     def take(self, group: ProcessorGroup) -> Run | None:
         """Return what belongs to the rows of a group of `split`; None if they have no early call."""
-        call = self._calls.get(_key(group.members[0]))
+        call = self._calls.get(_key(group.members[0])) if self._calls else None
         if call is None:
             return None
         for member in group.members:
