@@ -361,7 +361,17 @@ def trap() -> Iterator[Trap]:
         yield Trap(patch)
 
 
+@pytest.fixture
+def no_idle_processes() -> None:
+    """Wait for the processes that earlier tests used, and that end once they have been idle for a while."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "logitship-idle":
+            thread.join()
+
+
 @pytest.mark.timeout(900)
+@pytest.mark.usefixtures("no_idle_processes")
 def test_kills_under_load(loaded_model: LoadedModel, sandbox_processes: Any, trap: Trap) -> None:
     chance = random.Random(4)
     killed: Counter[str] = Counter()
