@@ -69,7 +69,7 @@ class Case:
     @property
     def targets(self) -> dict[str, Target]:
         """Bounds of the promised side's ratios, by the other side."""
-        if self.body != "ban":
+        if self.body not in ("ban", "lookup"):
             return {}
         if self.processors == 1:
             return {"SGLang": at_most(1.0)} if self.rows == 1 else {"dense": at_most(0.15)} if self.rows == 32 else {}

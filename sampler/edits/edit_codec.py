@@ -17,6 +17,7 @@ uint32 [count]      positions or rows
 | edit rows | operator | 1: vector | the operand | a vector |
 | put rows | | 1: vector | | a vector |
 | put mask | 1: one mask for each row | | the value | uint8 [1 or count, ceil(vocab / 8)] |
+| edit positions | number of steps | | | as those of restore |
 
 A vector, float32 [vocab], is sent once: a header with its slot, and its elements if the slot did not have them before.
 
@@ -31,7 +32,7 @@ Guarantees:
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +46,7 @@ from .edit_operations import (
     MAX_TOUCHED,
     OPERATORS,
     Edit,
+    EditPositions,
     EditRows,
     Fill,
     Floats,
@@ -67,7 +69,7 @@ _HEADER = struct.Struct("<BBHIf")
 _STEP = struct.Struct("<BBHf")
 _VECTOR = struct.Struct("<HH")
 _NUMBERS, _FLOATS, _BYTES = np.dtype("<u4"), np.dtype("<f4"), np.dtype(np.uint8)
-_PUT, _FILL, _SAVE, _RESTORE, _EDIT_ROWS, _PUT_ROWS, _PUT_MASK = range(7)
+_PUT, _FILL, _SAVE, _RESTORE, _EDIT_ROWS, _PUT_ROWS, _PUT_MASK, _EDIT_POSITIONS = range(8)
 _NUMBER_OF = {operator: number for number, operator in enumerate(OPERATORS)}
 
 
@@ -158,7 +160,18 @@ def _encoded_save(edit: Save, vectors: VectorSender) -> list[bytes]:
 
 def _encoded_restore(edit: Restore, vectors: VectorSender) -> list[bytes]:
     positions, register, arithmetic = edit
-    parts = [_HEADER.pack(_RESTORE, len(arithmetic), register, len(positions), 0.0), positions.tobytes()]
+    header = _HEADER.pack(_RESTORE, len(arithmetic), register, len(positions), 0.0)
+    return [header, positions.tobytes(), *_encoded_arithmetic(arithmetic)]
+
+
+def _encoded_edit_positions(edit: EditPositions, vectors: VectorSender) -> list[bytes]:
+    positions, arithmetic = edit
+    header = _HEADER.pack(_EDIT_POSITIONS, len(arithmetic), 0, len(positions), 0.0)
+    return [header, positions.tobytes(), *_encoded_arithmetic(arithmetic)]
+
+
+def _encoded_arithmetic(arithmetic: Sequence[tuple[str, Operand]]) -> list[bytes]:
+    parts: list[bytes] = []
     for operator, operand in arithmetic:
         if isinstance(operand, np.ndarray):
             parts += _STEP.pack(_NUMBER_OF[operator], 1, 0, 0.0), operand.tobytes()
@@ -192,6 +205,7 @@ _ENCODERS: dict[type[Edit], Callable[[Any, VectorSender], list[bytes]]] = {
     EditRows: _encoded_edit_rows,
     PutRows: _encoded_put_rows,
     PutMask: _encoded_put_mask,
+    EditPositions: _encoded_edit_positions,
 }
 
 
@@ -253,7 +267,15 @@ class _Decoder:
             raise InvalidEdits("no such register")
         positions = self._positions(count)
         _check_unique(positions)
-        return Restore(positions, number, tuple(self._step(count) for _ in range(detail)))
+        return Restore(positions, number, self._arithmetic(detail, count))
+
+    def _edit_positions(self, detail: int, number: int, count: int, value: float) -> EditPositions:
+        positions = self._positions(count)
+        _check_unique(positions)
+        return EditPositions(positions, self._arithmetic(detail, count))
+
+    def _arithmetic(self, num_steps: int, count: int) -> tuple[tuple[str, Operand], ...]:
+        return tuple([self._step(count) for _ in range(num_steps)])
 
     def _step(self, count: int) -> tuple[str, Operand]:
         operator, is_array, _, value = self._unpack(_STEP)
@@ -338,6 +360,7 @@ _DECODERS: tuple[Callable[[_Decoder, int, int, int, float], Edit], ...] = (
     _Decoder._edit_rows,
     _Decoder._put_rows,
     _Decoder._put_mask,
+    _Decoder._edit_positions,
 )
 """By the kind of the edit."""
 

@@ -12,7 +12,19 @@ from typing import Any
 
 import numpy as np
 
-from .edit_operations import Edit, EditRows, Fill, GroupEdits, Operand, Put, PutRows, Restore, Save
+from .edit_operations import (
+    Edit,
+    EditPositions,
+    EditRows,
+    Fill,
+    GroupEdits,
+    Operand,
+    Put,
+    PutRows,
+    Restore,
+    Save,
+    same_positions,
+)
 from .merged_edits import edit_layers
 
 _MIN_EDITS = 4
@@ -26,6 +38,7 @@ def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdi
 
     Registers that are never restored are left out, and the others get new numbers.
     """
+    edits = _with_arithmetic_in_place(edits)
     if len(edits) < _MIN_EDITS:
         return edits
     groups = [(range(num_rows), _with_joined_puts(edits))]
@@ -45,6 +58,37 @@ def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdi
             else:
                 combined.append(_combined(same))
     return combined
+
+
+def _with_arithmetic_in_place(edits: GroupEdits) -> GroupEdits:
+    """Make one edit of each `Save` whose values are only restored at once, where they were."""
+    num_restored: dict[int, int] = {}
+    for edit in edits:
+        if type(edit) is Restore:
+            num_restored[edit.register] = num_restored.get(edit.register, 0) + 1
+    if not num_restored:
+        return edits
+    changed: list[Edit] = []
+    numbers: dict[int, int] = {}  # of the registers that are left
+    last: Edit | None = None
+    for edit in edits:
+        if type(edit) is Save:
+            numbers[edit.register] = len(numbers)
+            changed.append(edit if len(numbers) > edit.register else Save(edit.positions, numbers[edit.register]))
+        elif type(edit) is not Restore:
+            changed.append(edit)
+        elif (
+            type(last) is Save
+            and last.register == edit.register
+            and num_restored[edit.register] == 1
+            and same_positions(last.positions, edit.positions)
+        ):
+            del numbers[edit.register]
+            changed[-1] = EditPositions(edit.positions, edit.arithmetic)
+        else:
+            changed.append(Restore(edit.positions, numbers[edit.register], edit.arithmetic))
+        last = edit
+    return changed
 
 
 def _with_joined_puts(edits: GroupEdits) -> GroupEdits:
@@ -69,6 +113,8 @@ def _key(edit: Edit) -> Hashable:
         return edit.operator, id(operand) if isinstance(operand, np.ndarray) else _operand_key(operand)
     if isinstance(edit, PutRows):
         return (id(edit.values),)
+    if isinstance(edit, EditPositions):
+        return _arithmetic_key(edit)
     return None
 
 
@@ -79,6 +125,8 @@ def _combined(same: Sequence[Any]) -> Edit:
         return edit  # type: ignore[no-any-return]
     if isinstance(edit, Put):
         return Put(_joined(each.positions for each in same), _joined_operand([each.values for each in same]))
+    if isinstance(edit, EditPositions):
+        return EditPositions(_joined(each.positions for each in same), _joined_arithmetic(same))
     return edit._replace(rows=_joined(each.rows for each in same))  # type: ignore[no-any-return]
 
 
@@ -120,19 +168,23 @@ class _Registers:
     def restore(self, same: Sequence[Restore]) -> Restore:
         """Return one edit for several with the same key."""
         same = sorted(same, key=lambda edit: self._places[edit.register])
-        steps = zip(*(edit.arithmetic for edit in same), strict=True)
-        arithmetic = tuple((step[0][0], _joined_operand([operand for _, operand in step])) for step in steps)
         positions = _joined(edit.positions for edit in same)
-        return Restore(positions, self._numbers[same[0].register], arithmetic)
+        return Restore(positions, self._numbers[same[0].register], _joined_arithmetic(same))
 
 
-def _arithmetic_key(edit: Restore) -> Hashable:
+def _arithmetic_key(edit: Restore | EditPositions) -> Hashable:
     return tuple((operator, _operand_key(operand)) for operator, operand in edit.arithmetic)
 
 
 def _operand_key(operand: Operand) -> Hashable:
     """Return the bits of a number, since NaN is not equal to itself, and zeros have signs."""
     return _ARRAY if isinstance(operand, np.ndarray) else _FLOAT.pack(operand)
+
+
+def _joined_arithmetic(same: Sequence[Restore | EditPositions]) -> tuple[tuple[str, Operand], ...]:
+    """Return the arithmetic of one edit for several with the same operators."""
+    steps = zip(*(edit.arithmetic for edit in same), strict=True)
+    return tuple((step[0][0], _joined_operand([operand for _, operand in step])) for step in steps)
 
 
 def _joined_operand(operands: Sequence[Operand]) -> Operand:

@@ -20,7 +20,7 @@ MAX_EDITS_PER_ROW = 4
 for its logits."""
 
 MAX_STEPS = 255
-"""Maximum steps of arithmetic of a `Restore`, whose binary form has one byte for their number."""
+"""Maximum steps of arithmetic of an edit, whose binary form has one byte for their number."""
 
 MAX_TOUCHED = 8
 """Maximum number of elements that the edits of a log touch, as a multiple of the number of logits."""
@@ -81,6 +81,17 @@ class Restore(NamedTuple):
         return _rows_between(self.positions, vocab_size)
 
 
+class EditPositions(NamedTuple):
+    """Apply arithmetic to the values at distinct positions: a `Save` and a `Restore` in one."""
+
+    positions: Positions
+    arithmetic: tuple[tuple[str, Operand], ...]
+
+    def touched(self, vocab_size: int) -> slice:
+        """Return a range that contains all affected rows."""
+        return _rows_between(self.positions, vocab_size)
+
+
 class EditRows(NamedTuple):
     """Apply an operator to whole rows; the operand is a number or has an element for each token."""
 
@@ -120,11 +131,16 @@ class PutMask(NamedTuple):
         return _rows_between(self.rows, 1)
 
 
-Edit: TypeAlias = Put | Fill | Save | Restore | EditRows | PutRows | PutMask
+Edit: TypeAlias = Put | Fill | Save | Restore | EditPositions | EditRows | PutRows | PutMask
 
 
 GroupEdits: TypeAlias = Sequence[Edit]
 """The edits of one call, in order."""
+
+
+def same_positions(one: Positions, other: Positions) -> bool:
+    """Return whether both are the same positions in the same order."""
+    return one is other or one.tobytes() == other.tobytes()  # a third of the time of `numpy.array_equal`
 
 
 def same_bits(one: Floats, other: Floats) -> bool:

@@ -200,7 +200,8 @@ class EditLog:
 
     def apply_to(self, logits: torch.Tensor) -> dict[int, torch.Tensor]:
         """Apply the edits to float32 [num_rows, vocab_size] logits, in place. Return the registers."""
-        return apply_edits(logits, [(range(self.num_rows), self.edits)])[0]
+        (registers,) = apply_edits(logits, [(range(self.num_rows), self.edits)])
+        return {number: torch.as_tensor(values) for number, values in registers.items()}
 
     def _take_counts(self, other: EditLog) -> None:
         self._num_registers, self._num_steps = other._num_registers, other._num_steps

@@ -6,9 +6,10 @@ one kind, and each layer is applied to all rows at once.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,6 +20,7 @@ from logitship.sampler.device_tensor import copies_to
 
 from .edit_operations import (
     Edit,
+    EditPositions,
     EditRows,
     Fill,
     Floats,
@@ -38,7 +40,19 @@ _Long: TypeAlias = npt.NDArray[np.int64]
 LayerPart: TypeAlias = tuple[int, Sequence[int], Edit]
 """Number of the call, its rows in the batch, and an edit."""
 
-_OPERATIONS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
+SavedValues: TypeAlias = Floats | torch.Tensor
+"""The values of a register, float32 [n]: an array if the logits are on the CPU."""
+
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "r-": lambda values, operand: operand - values,
+}
+"""Of registers, which are small: on the CPU, NumPy takes a fraction of the time that PyTorch takes."""
+
+_IN_PLACE: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "+": torch.Tensor.add_,
     "-": torch.Tensor.sub_,
     "*": torch.Tensor.mul_,
@@ -49,7 +63,7 @@ _OPERATIONS: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
 
 def apply_edits(
     logits: torch.Tensor, groups: Sequence[tuple[Sequence[int], GroupEdits]]
-) -> list[dict[int, torch.Tensor]]:
+) -> list[dict[int, SavedValues]]:
     """Apply the edits of several calls, in place.
 
     Args:
@@ -116,7 +130,7 @@ class _Target:
         # For the few positions of an edit, NumPy takes a fraction of the time that PyTorch takes.
         self._array = logits.numpy() if is_cpu(logits) else None
         self.vocab_size: int = logits.shape[-1] if self._array is None else self._array.shape[-1]
-        self.registers: list[dict[int, torch.Tensor]] = [{} for _ in range(num_calls)]
+        self.registers: list[dict[int, SavedValues]] = [{} for _ in range(num_calls)]
 
     def apply(self, layer: Sequence[LayerPart]) -> None:
         """Apply a layer."""
@@ -125,6 +139,8 @@ class _Target:
             self._put(layer)
         elif isinstance(edit, Fill):
             self._fill(layer)
+        elif isinstance(edit, EditPositions):
+            self._edit_positions(layer)
         elif isinstance(edit, Save):
             self._save(layer)
         elif isinstance(edit, Restore):
@@ -145,29 +161,41 @@ class _Target:
             value = float(np.frombuffer(key, np.float32)[0])
             self._rows(sorted(filled), partial(_filled, value))
 
+    def _edit_positions(self, layer: Sequence[Any]) -> None:
+        positions = self._positions(layer)
+        values = self._read(positions)
+        alike = layer[:1] if _have_same_arithmetic(layer) else layer
+        parts = [values] if len(alike) == 1 else _split(values, layer)
+        self._write(positions, self._calculated(parts, alike))
+
     def _save(self, layer: Sequence[Any]) -> None:
-        sizes = [len(edit.positions) for _, _, edit in layer]
-        saved = torch.split(self._read(self._positions(layer)), sizes)
-        for (number, _, edit), values in zip(layer, saved, strict=True):
-            self.registers[number][edit.register] = values
+        values = self._read(self._positions(layer))
+        for (number, _, edit), part in zip(layer, _split(values, layer), strict=True):
+            self.registers[number][edit.register] = part
 
     def _restore(self, layer: Sequence[Any]) -> None:
-        parts = []
-        for number, _, edit in layer:
-            values = self.registers[number][edit.register]
-            if edit.arithmetic:
-                values = values.clone()  # it may be restored again
-            for operator, operand in edit.arithmetic:
-                values = _OPERATIONS[operator](values, self._operand(operand))
-            parts.append(values)
-        self._write(self._positions(layer), torch.cat(parts) if len(parts) > 1 else parts[0])
+        parts = [self.registers[number][edit.register] for number, _, edit in layer]
+        self._write(self._positions(layer), self._calculated(parts, layer))
+
+    def _calculated(self, parts: Iterable[SavedValues], layer: Sequence[Any]) -> SavedValues:
+        """Return values after the arithmetic of the edits of a layer, one after the other."""
+        with np.errstate(all="ignore"):  # as PyTorch, without a warning
+            results = [self._result(values, edit) for values, (_, _, edit) in zip(parts, layer, strict=True)]
+        if len(results) == 1:
+            return results[0]
+        return torch.cat(results) if self._array is None else np.concatenate(results)  # type: ignore[arg-type]
+
+    def _result(self, values: SavedValues, edit: Restore | EditPositions) -> SavedValues:
+        for each, operand in edit.arithmetic:
+            values = _ARITHMETIC[each](values, operand if self._array is not None else self._operand(operand))
+        return values
 
     def _edit_rows(self, rows: Sequence[int], edit: Edit) -> None:
         assert isinstance(edit, EditRows | PutRows | PutMask)
         chosen = _chosen(rows, edit.rows)
         if isinstance(edit, EditRows):
             operand = self._operand(edit.operand)
-            operation = _OPERATIONS[edit.operator]
+            operation = _IN_PLACE[edit.operator]
             self._rows(chosen, lambda part, _: operation(part, operand))
         elif isinstance(edit, PutRows):
             values = self._to_device(edit.values)
@@ -224,10 +252,11 @@ class _Target:
         numbers += _repeated([*firsts], layer)
         return all_rows[numbers] * self.vocab_size + token_ids
 
-    def _read(self, positions: _Long) -> torch.Tensor:
+    def _read(self, positions: _Long) -> SavedValues:
         """Return a copy of the values at positions, float32 [n]."""
         if self._array is not None:
-            return torch.from_numpy(self._array.take(positions))
+            values: Floats = self._array.take(positions)
+            return values
         return self._logits.view(-1).index_select(0, self._to_device(positions))
 
     def _write(self, positions: _Long, values: Operand | torch.Tensor) -> None:
@@ -246,6 +275,25 @@ def _repeated(numbers: Sequence[int], layer: Sequence[Any]) -> _Long | int:
     if len(layer) == 1:
         return numbers[0]
     return np.repeat(np.array(numbers, np.int64), [len(edit.positions) for _, _, edit in layer])
+
+
+def _split(values: SavedValues, layer: Sequence[Any]) -> list[SavedValues]:
+    """Return the values of each edit of a layer."""
+    ends = [*accumulate(len(edit.positions) for _, _, edit in layer)]
+    return [values[start:end] for start, end in pairwise((0, *ends))]
+
+
+def _have_same_arithmetic(layer: Sequence[Any]) -> bool:
+    """Return whether all edits of a layer do the same calculation with numbers."""
+    first = layer[0][2].arithmetic
+    return all(
+        len(edit.arithmetic) == len(first)
+        and all(
+            operator == other and same_number(operand, number)
+            for (operator, operand), (other, number) in zip(edit.arithmetic, first, strict=True)
+        )
+        for _, _, edit in layer
+    )
 
 
 def _joined_values(layer: Sequence[Any]) -> Operand:

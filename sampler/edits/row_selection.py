@@ -13,6 +13,7 @@ from logitship.sampler.allowed_tokens import MAX_EDITED
 
 from .edit_operations import (
     Edit,
+    EditPositions,
     EditRows,
     Floats,
     GroupEdits,
@@ -61,7 +62,7 @@ def select_rows(edits: GroupEdits, rows: Sequence[int], num_rows: int, vocab_siz
 
 def _selected(edits: GroupEdits, place: npt.NDArray[np.int64], vocab_size: int) -> Iterator[Edit]:
     for edit in edits:
-        if isinstance(edit, Put | Save | Restore):
+        if isinstance(edit, Put | Save | Restore | EditPositions):
             numbers, token_ids = np.divmod(edit.positions.astype(np.int64), vocab_size)
             chosen = place[numbers] >= 0
             if not chosen.any():
@@ -73,7 +74,7 @@ def _selected(edits: GroupEdits, place: npt.NDArray[np.int64], vocab_size: int) 
                 yield Save(positions, edit.register)
             else:
                 steps = tuple((operator, _of(operand, chosen)) for operator, operand in edit.arithmetic)
-                yield Restore(positions, edit.register, steps)
+                yield edit._replace(positions=positions, arithmetic=steps)
             continue
         chosen = place[edit.rows] >= 0
         if not chosen.any():
@@ -118,7 +119,7 @@ def _steps(edits: GroupEdits) -> Iterator[tuple[str, Operand]]:
     for edit in edits:
         if isinstance(edit, EditRows):
             yield edit.operator, edit.operand
-        elif isinstance(edit, Restore):
+        elif isinstance(edit, Restore | EditPositions):
             yield from edit.arithmetic
 
 

@@ -128,6 +128,11 @@ def one_by_one(edits: Iterable[Edit], logits: torch.Tensor) -> None:
             for operator, operand in fields.arithmetic:
                 values = calculated(values, operator, operand)
             flat[fields.positions] = values
+        elif name == "EditPositions":
+            values = flat[fields.positions]
+            for operator, operand in fields.arithmetic:
+                values = calculated(values, operator, operand)
+            flat[fields.positions] = values
         elif name == "EditRows":
             array[fields.rows] = calculated(array[fields.rows], fields.operator, fields.operand)
         elif name == "PutRows":

@@ -104,7 +104,7 @@ def header(kind: int, detail: int = 0, number: int = 0, count: int = 1, value: f
     return struct.pack("<BBHIf", kind, detail, number, count, value)
 
 
-PUT, FILL, SAVE, RESTORE, EDIT_ROWS, PUT_ROWS, PUT_MASK = range(7)
+PUT, FILL, SAVE, RESTORE, EDIT_ROWS, PUT_ROWS, PUT_MASK, EDIT_POSITIONS = range(8)
 
 
 def numbers(*values: int) -> bytes:
@@ -114,7 +114,7 @@ def numbers(*values: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (header(7), "no such edit"),
+        (header(8), "no such edit"),
         (header(PUT, count=0), "no such edit"),
         (header(PUT)[:-1], "too short"),
         (header(PUT), "too short"),
@@ -128,6 +128,11 @@ def numbers(*values: int) -> bytes:
         (header(RESTORE) + numbers(1), "no such register"),
         (header(SAVE) + numbers(1) + header(RESTORE, count=2) + numbers(1, 2), "no such register"),
         (header(SAVE) + numbers(1) + header(RESTORE, 1) + numbers(1) + struct.pack("<BBHf", 9, 0, 0, 0), "operator"),
+        (header(EDIT_POSITIONS) + numbers(2 * VOCAB), "outside the rows"),
+        (header(EDIT_POSITIONS, 1, count=2) + numbers(1, 1) + bytes(8), "occurs twice"),
+        (header(EDIT_POSITIONS, 1) + numbers(1), "too short"),
+        (header(EDIT_POSITIONS, 1) + numbers(1) + struct.pack("<BBHf", 9, 0, 0, 0), "operator"),
+        (header(EDIT_POSITIONS, 255) + numbers(1) + bytes(8 * 255), "too many edits"),
         (header(EDIT_ROWS, 5) + numbers(0), "operator"),
         (header(EDIT_ROWS, 0, 1) + numbers(0) + struct.pack("<HH", 0, 0), "empty slot"),
         (header(PUT_ROWS, 0, 1) + numbers(0) + struct.pack("<HH", NUM_SLOTS, 1) + bytes(4 * VOCAB), "no such slot"),

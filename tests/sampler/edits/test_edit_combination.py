@@ -81,6 +81,33 @@ def test_unused_registers_are_not_sent() -> None:
     assert sorted(sent(log)) == ["Fill", "Restore", "Save"]
 
 
+def test_arithmetic_in_place_is_one_edit() -> None:
+    log = EditLog(2, VOCAB)
+    log.restore([3, 5], log.save([3, 5]), [("*", 2.0), ("+", np.array([1.0, -1.0], np.float32))])
+    assert sent(log) == ["EditPositions"]
+    log.restore([VOCAB], log.save([VOCAB]), [("r-", 1.5)])
+    log.fill([0], 0.0)
+    assert sent(log) == ["EditPositions", "EditPositions", "Fill"]
+
+
+def test_arithmetic_of_each_row_is_one_edit() -> None:
+    log = EditLog(8, VOCAB)
+    for row in range(8):
+        log.restore([row * VOCAB + row], log.save([row * VOCAB + row]), [("+", 2.0)])
+    assert sent(log) == ["EditPositions"]
+
+
+def test_arithmetic_that_is_not_in_place_keeps_its_register() -> None:
+    log = EditLog(1, VOCAB)
+    log.restore([5, 3], log.save([3, 5]), [("+", 1.0)])
+    assert sent(log) == ["Save", "Restore"]
+    register = log.save([7])
+    for position in (7, 8):
+        log.restore([position], register, [("+", 1.0)])
+    log.restore([9], log.save([9]), [("-", 1.0)])
+    assert sent(log) == ["Save", "Restore", "Save", "Restore", "Restore", "EditPositions"]
+
+
 def test_puts_one_by_one() -> None:
     log = EditLog(2, VOCAB)
     for position in range(2 * VOCAB):

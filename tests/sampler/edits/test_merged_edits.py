@@ -53,6 +53,7 @@ def all_edits() -> EditLog:
     register = log.save([3, 4])
     log.fill([0, 2], 1.5)
     log.restore([3, 4], register, [("*", 2.0), ("/", vector[:2].numpy())])
+    log.restore([2 * VOCAB, 5], log.save([2 * VOCAB, 5]), [("+", 2.0), ("*", vector[:2].numpy())])
     log.edit_rows([0, 2, 3], "/", 0.7)
     log.edit_rows([0, 2], "-", vector)
     log.put_rows([1, 4], vector)

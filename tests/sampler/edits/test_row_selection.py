@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from logitship.sampler.edits.edit_combination import combine_edits
 from logitship.sampler.edits.edit_operations import Edit
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.edits.merged_edits import apply_edits
@@ -35,6 +36,8 @@ def some_logits(num_rows: int) -> torch.Tensor:
 def test_selected_rows_get_their_edits(data: st.DataObject) -> None:
     num_rows = data.draw(st.integers(1, 4))
     edits = data.draw(st.one_of(logs(num_rows), logs_by_row(num_rows))).edits
+    if data.draw(st.booleans()):
+        edits = combine_edits(edits, num_rows, VOCAB)  # as they are sent
     rows = data.draw(st.lists(st.integers(0, num_rows - 1), min_size=1, unique=True))
     logits = some_logits(num_rows)
     if not is_row_wise(edits, VOCAB):
@@ -69,7 +72,7 @@ def test_restore_in_another_row_is_not_row_wise() -> None:
 @settings(max_examples=400)
 @given(st.data())
 def test_finite_tokens_hold_for_all_logits(data: st.DataObject) -> None:
-    edits = data.draw(logs(1)).edits
+    edits = combine_edits(data.draw(logs(1)).edits, 1, VOCAB)
     found = finite_tokens(edits, VOCAB)
     if found is None:
         return
