@@ -19,6 +19,7 @@ import torch
 from logitship.sampler.device_tensor import copies_to
 
 from .edit_operations import (
+    FEW,
     Edit,
     EditPositions,
     EditRows,
@@ -242,6 +243,8 @@ class _Target:
 
     def _positions(self, layer: Sequence[Any]) -> _Long:
         """Return the positions in the batch of those that edits name in the rows of their calls."""
+        if len(layer) > 1 and sum(len(edit.positions) for _, _, edit in layer) <= FEW:
+            return np.array([*self._few_positions(layer)], np.int64)
         positions: _Long = _joined([edit.positions for _, _, edit in layer]).astype(np.int64, copy=False)
         if all(isinstance(rows, range) for _, rows, _ in layer):
             starts = [rows[0] * self.vocab_size for _, rows, _ in layer]
@@ -251,6 +254,12 @@ class _Target:
         numbers, token_ids = np.divmod(positions, self.vocab_size)
         numbers += _repeated([*firsts], layer)
         return all_rows[numbers] * self.vocab_size + token_ids
+
+    def _few_positions(self, layer: Sequence[Any]) -> Iterator[int]:
+        for _, rows, edit in layer:
+            for position in edit.positions.tolist():
+                number, token_id = divmod(position, self.vocab_size)
+                yield rows[number] * self.vocab_size + token_id
 
     def _read(self, positions: _Long) -> SavedValues:
         """Return a copy of the values at positions, float32 [n]."""
