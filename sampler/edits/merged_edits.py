@@ -51,7 +51,7 @@ _ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
     "/": operator.truediv,
     "r-": lambda values, operand: operand - values,
 }
-"""Of registers, which are small: on the CPU, NumPy takes a fraction of the time that PyTorch takes."""
+"""Operators for the few values of an edit. On the CPU, NumPy takes a fraction of the time that PyTorch takes."""
 
 _IN_PLACE: dict[str, Callable[[torch.Tensor, Any], torch.Tensor]] = {
     "+": torch.Tensor.add_,
