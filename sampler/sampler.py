@@ -17,8 +17,16 @@ from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors, apply_to, take_faults
 from logitship.sampler.ops.logprobs import RowLogprobs, look_up
 from logitship.sampler.ops.penalties import apply_penalties
-from logitship.sampler.ops.rows import Scratch, mask_forbidden, mask_tokens, one_thread_for_few, row_parts, take_rows
-from logitship.sampler.ops.sample_tokens import apply_temperature, greedy_sample, random_sample
+from logitship.sampler.ops.rows import (
+    Scratch,
+    greedy_sample,
+    mask_forbidden,
+    mask_tokens,
+    one_thread_for_few,
+    row_parts,
+    take_rows,
+)
+from logitship.sampler.ops.sample_tokens import apply_temperature, random_sample
 from logitship.sampler.ops.top_k_top_p import kept_tokens, top_k_top_p_sample
 
 from .allowed_tokens import AllowedTokens, DecidesTokens, decides_tokens
@@ -28,6 +36,7 @@ _PART_SIZE = 2**20
 """Number of probabilities that are processed at a time."""
 _FEW = 256
 """Most tokens whose logits are computed one by one."""
+_NO_TRACE = StepTrace({})
 
 
 class NoTokenLeftError(LogitshipError):
@@ -323,8 +332,9 @@ class Sampler:
         chosen = None if rows is None else [int(row in place) for row in range(self._batch.size)]
         with one_thread_for_few(logits):
             raw = self._all_logprobs(logits, batch.raw)
-        trace = StepTrace(batch.traced)
-        trace.record("model", logits)
+        trace = StepTrace(batch.traced) if batch.traced else _NO_TRACE
+        if batch.traced:
+            trace.record("model", logits)
 
         faults: dict[int, LogitshipError] = {}
         deferred: dict[int, None] = {}
@@ -341,7 +351,8 @@ class Sampler:
         # 4
         for processor in chain(self._processors.penalized, self._processors.forcing):
             logits = apply_to(processor, logits, chosen)
-        trace.record("request", logits)
+        if batch.traced:
+            trace.record("request", logits)
         # 5
         if self._shipped is not None:
             self._shipped.watch(trace)
@@ -365,7 +376,8 @@ class Sampler:
                 for random in (batch.unfiltered, batch.filtered):
                     if random.outputs:
                         tokens.index_copy_(0, random.rows, self._sample_random(logits, random, faults))
-            trace.record_sampled(logits, batch.params, tokens)
+            if batch.traced:
+                trace.record_sampled(logits, batch.params, tokens)
             # Includes processors that did not run in this step: `update_state` may have failed.
             for row, fault in take_faults(self._processors.all):
                 if row in place:
@@ -384,7 +396,9 @@ class Sampler:
             for row in (*faults, *deferred):
                 logprobs[row] = None
             in_row_order = sorted(faults.items(), key=lambda fault: fault[0])
-            traces = trace.finish(token_ids, {**faults, **deferred})
+            traces: list[RowTrace | None] = [None] * len(token_ids)
+            if batch.traced:
+                traces = trace.finish(token_ids, {**faults, **deferred})
             return SamplerOutput(token_ids, logprobs, in_row_order, traces, frozenset(deferred.keys() - faults.keys()))
 
     def _all_logprobs(self, logits: torch.Tensor, asking: LogprobRows, start: int = 0) -> torch.Tensor | None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from logitship.sampler.allowed_tokens import AllowedTokens, Words, mask_of
@@ -50,7 +52,7 @@ class RandomRows:
         rows: int64 [n], ascending.
         top_k: int64 [n]; 0 for all tokens.
         top_p: float64 [n].
-        numbers: random numbers from the rows' seeds.
+        seeds: uint64 [n].
         outputs: the live outputs.
         filters: True if the rows use top-k or top-p.
     """
@@ -58,14 +60,18 @@ class RandomRows:
     rows: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
-    numbers: UniformNumbers
+    seeds: npt.NDArray[np.uint64]
     outputs: list[list[int]]
     filters: bool
+
+    @cached_property
+    def _numbers(self) -> UniformNumbers:
+        return UniformNumbers(self.seeds)
 
     def uniform(self) -> torch.Tensor:
         """Return this step's random number of each row: float64 [n], in [0, 1)."""
         positions = np.array([len(output) for output in self.outputs], dtype=np.int64)
-        return torch.from_numpy(self.numbers.at(positions)).to(self.rows.device)
+        return torch.from_numpy(self._numbers.at(positions)).to(self.rows.device)
 
 
 @dataclass(frozen=True)
@@ -284,7 +290,7 @@ def _random_rows(rows: Sequence[SamplingRow], numbers: list[int], device: torch.
         rows=_to(device, numbers, torch.int64),
         top_k=_to(device, [min(max(p.top_k, 0), _INT64_MAX) for p in params], torch.int64),
         top_p=_to(device, [p.top_p for p in params], torch.float64),
-        numbers=UniformNumbers(np.array([(p.seed or 0) % 2**64 for p in params], dtype=np.uint64)),
+        seeds=np.array([(p.seed or 0) % 2**64 for p in params], dtype=np.uint64),
         outputs=[rows[number].output_token_ids for number in numbers],
         filters=filters,
     )

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from logitship.sampler.ops.rows import BadWords, forbidden_tokens, mask_forbidden, mask_tokens
+from logitship.sampler.ops.rows import BadWords, forbidden_tokens, greedy_sample, mask_forbidden, mask_tokens
 
 CPU = torch.device("cpu")
 
@@ -50,3 +50,8 @@ def test_mask_tokens_without_tokens() -> None:
     logits = torch.zeros(2, 2)
     mask_tokens(logits, [], [])
     assert masked(logits) == [[], []]
+
+
+def test_greedy_sample_takes_lowest_id_of_tie() -> None:
+    logits = torch.randint(5, (50, 997)).float()
+    assert greedy_sample(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]

@@ -7,7 +7,6 @@ import torch
 from logitship.sampler.ops.sample_tokens import (
     UNIT_WEIGHT,
     UniformNumbers,
-    greedy_sample,
     integer_weights,
     philox4x32,
     random_sample,
@@ -76,11 +75,6 @@ def test_precomputed_numbers_are_the_same(count: int) -> None:
 
 
 ALMOST_ONE = 1 - 2.0**-53
-
-
-def test_greedy_sample_takes_lowest_id_of_tie() -> None:
-    logits = torch.randint(5, (50, 997)).float()
-    assert greedy_sample(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
 
 
 def test_random_sample_inverts_distribution_in_token_order() -> None:
