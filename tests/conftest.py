@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import signal
 from collections.abc import Callable, Iterator
@@ -126,6 +127,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = [item for item in items if _is_slow(item)]
     config.hook.pytest_deselected(items=slow)
     items[:] = [item for item in items if not _is_slow(item)]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Leave out what exists now of garbage collections: a million objects of libraries take each nearly a second."""
+    gc.collect()
+    gc.freeze()
 
 
 def _is_slow(item: pytest.Item) -> bool:

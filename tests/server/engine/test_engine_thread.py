@@ -209,8 +209,7 @@ class Busy:
 def own_garbage_settings() -> Iterator[None]:
     thresholds = gc.get_threshold()
     yield
-    gc.set_threshold(*thresholds)
-    gc.unfreeze()
+    gc.set_threshold(*thresholds)  # what is frozen stays so, as in tests/conftest.py
 
 
 @pytest.mark.usefixtures("own_garbage_settings")
