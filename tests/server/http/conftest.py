@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import orjson
@@ -229,11 +230,19 @@ class FakeEngine(AsyncEngine):
 
     accepting = True  # type: ignore[assignment]
 
-    def __init__(self, config: ServerConfig | None = None) -> None:
-        self.config = config or ServerConfig(
-            model_path="tiny", max_request_bytes=1 << 16, max_processor_size=1 << 12, max_queued_requests=64
-        )
-        self.model = ModelInfo("tiny", "/models/tiny", 256, 64, frozenset({EOS}), "float32", "cpu", "TinyForCausalLM")
+    def __init__(self, config: ServerConfig) -> None:
+        self._initial_config = config
+        self.pool = FairPool(2, 100, "test-pool")
+        model = ModelInfo("tiny", "/models/tiny", 256, 64, frozenset({EOS}), "float32", "cpu", "TinyForCausalLM")
+        self.metrics = EngineMetrics(model, {})
+        self.metrics.watch(lambda: self.stats())
+        self.model = self._initial_model = model
+        self.reset()
+
+    def reset(self) -> None:
+        """Clear all but the metrics and the pool, for the next test. Creating an engine and its app takes 20 ms."""
+        self.config = self._initial_config
+        self.model = self._initial_model
         self.tokenizer = ByteTokenizer()
         self.script: Script = emit_text("Hi!")
         self.hangs = False
@@ -247,14 +256,12 @@ class FakeEngine(AsyncEngine):
         """Request id (None: all) and tenant per call."""
         self.registered: list[tuple[ProcessorString, str]] = []
         """Processor string and tenant per call."""
-        self.pool = FairPool(2, 100, "test-pool")
         self.processors = FakeProcessors(self.pool)
         self.queued_bytes = QueuedBytes(self.config.max_queued_bytes, self.config.max_queued_bytes_per_tenant)
         self.refusals: dict[str, Exception] = {}
         """Exceptions that `submit` raises, by request id."""
         self.refuse_all: Exception | None = None
-        self.metrics = EngineMetrics(self.model, {})
-        self.metrics.watch(self.stats)
+        self.accepting = True
         self.idle = True
         self.alive = True
         self.unready: RequestRefused | None = None
@@ -325,35 +332,54 @@ class AppClient:
         return [orjson.loads(each) for each in data]
 
 
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
+SMALL = ServerConfig(model_path="tiny", max_request_bytes=1 << 16, max_processor_size=1 << 12, max_queued_requests=64)
+
+
+@pytest.fixture(scope="module")
+def reused_engine() -> FakeEngine:
+    return FakeEngine(SMALL)
+
+
+@pytest.fixture(scope="module")
+def reused_shipping_engine() -> FakeEngine:
+    return FakeEngine(replace(SMALL, enable_custom_logit_processor=True))
 
 
 @pytest.fixture
-def shipping_engine() -> FakeEngine:
+def new_engine() -> FakeEngine:
+    """An engine whose metrics and thread pool no other test has used."""
+    return FakeEngine(SMALL)
+
+
+@pytest.fixture
+def engine(reused_engine: FakeEngine) -> FakeEngine:
+    reused_engine.reset()
+    return reused_engine
+
+
+@pytest.fixture
+def shipping_engine(reused_shipping_engine: FakeEngine) -> FakeEngine:
     """An engine that accepts shipped code."""
-    return FakeEngine(
-        ServerConfig(
-            model_path="tiny",
-            max_request_bytes=1 << 16,
-            max_processor_size=1 << 12,
-            max_queued_requests=64,
-            enable_custom_logit_processor=True,
-        )
-    )
+    reused_shipping_engine.reset()
+    return reused_shipping_engine
+
+
+@pytest.fixture(scope="module")
+def app_of() -> Callable[[FakeEngine], FastAPI]:
+    """Creates the app of an engine, once."""
+    return cache(create_app)
 
 
 @pytest.fixture
-def client(engine: FakeEngine) -> Iterator[AppClient]:
-    app_client = AppClient(create_app(engine))
+def client(engine: FakeEngine, app_of: Callable[[FakeEngine], FastAPI]) -> Iterator[AppClient]:
+    app_client = AppClient(app_of(engine))
     yield app_client
     app_client.http.close()
 
 
 @pytest.fixture
-def shipping_client(shipping_engine: FakeEngine) -> Iterator[AppClient]:
-    app_client = AppClient(create_app(shipping_engine))
+def shipping_client(shipping_engine: FakeEngine, app_of: Callable[[FakeEngine], FastAPI]) -> Iterator[AppClient]:
+    app_client = AppClient(app_of(shipping_engine))
     yield app_client
     app_client.http.close()
 

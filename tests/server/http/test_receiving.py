@@ -64,6 +64,12 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
+@pytest.fixture
+def engine(new_engine: Any) -> Any:
+    """An engine of the test's own: its pool serves one event loop at a time."""
+    return new_engine
+
+
 @pytest.mark.parametrize("path", PATHS)
 def test_body_that_does_not_arrive_is_refused_with_408(path: str, engine: Any) -> None:
     async def scenario() -> None:

@@ -332,14 +332,15 @@ def test_polled_paths_are_logged_at_debug(
     assert levels == ["DEBUG", "INFO"]
 
 
-def test_metric_labels_are_bounded(engine: FakeEngine, client: Any) -> None:
+def test_metric_labels_are_bounded(new_engine: FakeEngine, make_client: Any) -> None:
+    client = make_client(new_engine)
     client.http.get("/v1/models/tiny")
     for number in range(3):
         client.http.get(f"/nothing/{number}")
         client.http.request(f"METHOD{number}", "/generate")
     counted = {
         tuple(sample.labels.values()): sample.value
-        for metric in engine.metrics.registry.collect()
+        for metric in new_engine.metrics.registry.collect()
         for sample in metric.samples
         if sample.name == "logitship_http_requests_total"
     }
