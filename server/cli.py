@@ -13,14 +13,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.metadata import version
-from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from logitship.server.check.command import add_arguments as add_check_arguments
 from logitship.server.check.command import run_command as run_check_command
 from logitship.server.dev.dev_command import add_arguments as add_dev_arguments
 from logitship.server.dev.dev_command import run_command as run_dev_command
 
-from .config import ServerConfig
+from .config import ServerConfig, setting_types
 from .doctor import run_doctor_command
 from .flags import FLAG_OF_FIELD, FLAGS, Flag
 from .refusals import StartError
@@ -238,7 +238,7 @@ def _add_flag(group: argparse._ActionsContainer, flag: Flag) -> None:
     text = flag.help if default in (None, False, ()) else f"{flag.help} (default: {default})"
     options: dict[str, Any] = {"dest": field, "default": argparse.SUPPRESS, "help": text}
     metavar = flag.metavar or field.rsplit("_", 1)[-1].upper()
-    kind = get_type_hints(ServerConfig)[field]
+    kind = setting_types()[field]
     kinds = [each for each in (*get_args(kind), kind) if each is not type(None)]
     if kind is bool:
         options |= {"action": "store_true"}

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from logitship.sampler.sampling_params import LogprobsMode
@@ -231,7 +231,7 @@ class ServerConfig:
             raise ValueError(f"logits_processor_pattern is not a regular expression: {error}") from None
 
     def _check_choices(self) -> None:
-        for name, kind in get_type_hints(ServerConfig).items():
+        for name, kind in setting_types().items():
             kinds = (kind, *get_args(kind))
             choices = [choice for each in kinds if get_origin(each) is Literal for choice in get_args(each)]
             value = getattr(self, name)
@@ -320,3 +320,9 @@ class ServerConfig:
                 f"enable_custom_logit_processor: {risk} run code in sandboxes, because there are no API keys: set "
                 f"--api-key, or {fix}, or permit it with --allow-anonymous-code"
             )
+
+
+@cache
+def setting_types() -> dict[str, Any]:
+    """Return the types of the settings by name."""
+    return get_type_hints(ServerConfig)

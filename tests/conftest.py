@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -129,11 +129,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = [item for item in items if not _is_slow(item)]
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_collection_finish() -> None:
-    """Leave out what exists now of garbage collections: a million objects of libraries take each nearly a second."""
-    gc.collect()
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave what exists after the imports out of garbage collections.
+
+    A million objects of libraries never become garbage, and take each full collection nearly a second.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _is_slow(item: pytest.Item) -> bool:
@@ -232,6 +239,16 @@ def make_engine(loaded_model: LoadedModel, deterministic_model: LoadedModel) -> 
     The tokens of two runs are equal without more ado: the model computes in float64. A test that compares
     log-probabilities to the last bit asks for `enable_deterministic_inference`.
     """
+    yield from _engines(loaded_model, deterministic_model)
+
+
+@pytest.fixture(scope="module")
+def make_module_engine(loaded_model: LoadedModel, deterministic_model: LoadedModel) -> Iterator[BuildEngine]:
+    """The same, but stops the engines after the file's tests."""
+    yield from _engines(loaded_model, deterministic_model)
+
+
+def _engines(loaded_model: LoadedModel, deterministic_model: LoadedModel) -> Iterator[BuildEngine]:
     engines: list[AsyncEngine] = []
 
     def build(loaded: LoadedModel | None = None, **settings: object) -> AsyncEngine:

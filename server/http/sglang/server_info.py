@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from functools import cache
 from importlib.metadata import version
-from typing import Any, get_type_hints
+from typing import Any
 
 from pydantic import TypeAdapter
 
-from logitship.server.config import ServerConfig
+from logitship.server.config import ServerConfig, setting_types
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.flags import FLAG_OF_FIELD
 from logitship.server.http.documentation import ref
@@ -133,7 +133,7 @@ def server_info_schema() -> dict[str, Any]:
 
 
 def _settings() -> dict[str, Any]:
-    types = get_type_hints(ServerConfig)
+    types = setting_types()
     found = {}
     for field in fields(ServerConfig):
         if field.name not in _SECRETS:

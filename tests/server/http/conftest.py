@@ -384,7 +384,7 @@ def shipping_client(shipping_engine: FakeEngine, app_of: Callable[[FakeEngine], 
     app_client.http.close()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_client() -> Callable[[FakeEngine], AppClient]:
     """Creates a client for an engine."""
     return lambda engine: AppClient(create_app(engine))

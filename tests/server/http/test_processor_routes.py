@@ -159,11 +159,11 @@ def test_size_limit(shipping_client: Any) -> None:
     assert "more than 4096 bytes" in answer.json()["error"]["message"]
 
 
-def test_at_capacity(shipping_client: Any, shipping_engine: Any) -> None:
+def test_at_capacity(shipping_client: Any, shipping_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def full(string: Any, tenant: str, name: str | None) -> None:
         raise ServiceUnavailable("all in use: try again later")
 
-    shipping_engine.register = full
+    monkeypatch.setattr(shipping_engine, "register", full)
     assert shipping_client.post(URL, SOURCE).status_code == 503
 
 

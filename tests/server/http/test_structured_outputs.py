@@ -26,9 +26,9 @@ PROMPTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def real(make_engine: Callable[..., AsyncEngine], make_client: Callable[[AsyncEngine], Any]) -> Any:
-    return make_client(make_engine(max_num_seqs=8))
+@pytest.fixture(scope="module")
+def real(make_module_engine: Callable[..., AsyncEngine], make_client: Callable[[AsyncEngine], Any]) -> Any:
+    return make_client(make_module_engine(max_num_seqs=8))
 
 
 def _person(text: str) -> bool:

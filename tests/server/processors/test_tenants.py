@@ -116,7 +116,7 @@ def test_tenants_may_use_the_same_request_id(make_engine: BuildEngine) -> None:
 @pytest.mark.parametrize("rid", ["r", "batch", "r_1", None])
 def test_abort_affects_its_tenant_only(rid: str | None, make_engine: BuildEngine) -> None:
     """Abort by the ids of the request, its batch and one continuation, and abort all."""
-    fields: dict[str, Any] = {"n": 2, "batch_rid": "batch", "max_tokens": 400}
+    fields: dict[str, Any] = {"n": 2, "batch_rid": "batch", "max_tokens": 100}
 
     async def scenario() -> None:
         engine = make_engine()
