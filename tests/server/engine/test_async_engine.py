@@ -346,6 +346,12 @@ def test_queue_is_bounded(make_engine: BuildEngine) -> None:
     run(fill())
 
 
+@pytest.fixture(scope="module")
+def engine(make_module_engine: BuildEngine) -> AsyncEngine:
+    """One engine for requests that it refuses."""
+    return make_module_engine()
+
+
 @pytest.mark.parametrize(
     ("wanted", "param"),
     [
@@ -376,9 +382,7 @@ def test_queue_is_bounded(make_engine: BuildEngine) -> None:
         ),
     ],
 )
-def test_invalid_requests_are_refused(make_engine: BuildEngine, wanted: GenerationRequest, param: str) -> None:
-    engine = make_engine()
-
+def test_invalid_requests_are_refused(engine: AsyncEngine, wanted: GenerationRequest, param: str) -> None:
     async def refused() -> RequestRefused:
         with pytest.raises(BadRequest) as refusal:
             await engine.submit(wanted)
@@ -422,7 +426,7 @@ def test_late_close_does_not_cancel_the_next_request_with_the_id(make_engine: Bu
         first = await engine.submit(request("same", max_tokens=1))
         while engine.stats().steps < 1 or engine.stats().running:
             await asyncio.sleep(0.001)
-        second = asyncio.create_task(generate(engine, request("same", max_tokens=400)))
+        second = asyncio.create_task(generate(engine, request("same", max_tokens=100)))
         while not engine.stats().running:
             await asyncio.sleep(0.001)
         await first.aclose()

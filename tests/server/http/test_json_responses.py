@@ -34,12 +34,10 @@ ROUTES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture
-def http(make_engine: Callable[..., AsyncEngine]) -> Iterator[TestClient]:
-    engine = make_engine()
-    with TestClient(create_app(engine), base_url="http://localhost") as client:
+@pytest.fixture(scope="module")
+def http(make_module_engine: Callable[..., AsyncEngine]) -> Iterator[TestClient]:
+    with TestClient(create_app(make_module_engine()), base_url="http://localhost") as client:
         yield client
-    engine.stop()
 
 
 def traces_of(answer: dict[str, Any]) -> Any:
