@@ -104,11 +104,15 @@ SLOW = (
 take long because they count samples, measure memory or start programs."""
 SLOW_FIXTURES = frozenset({"clients_environment", "sglang", "results"})
 """Fixtures that start a peer, or programs."""
+FAST_SEEDS = 4
+"""Number of seeds that `--fast` runs of each test with a parameter `seed`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--fast", action="store_true", help="leave out tests that need a real model, a browser, a peer or sandboxes"
+        "--fast",
+        action="store_true",
+        help="leave out tests that need a real model, a browser, a peer or sandboxes, and most random seeds",
     )
 
 
@@ -144,12 +148,16 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def _is_slow(item: pytest.Item) -> bool:
-    """Return whether a test is marked as slow, starts a peer, or has a parameter that asks for sandboxes."""
+    """Return whether a test is marked as slow, starts a peer, or has a parameter of a slow one.
+
+    Such a parameter asks for sandboxes, or is a seed of many.
+    """
     fixtures = getattr(item, "fixturenames", ())
-    params = item.callspec.params.values() if isinstance(item, pytest.Function) and hasattr(item, "callspec") else ()
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     marked = item.get_closest_marker("slow") is not None
-    sandboxed = any(isinstance(param, str) and param == "sandbox" for param in params)  # an array compares by element
-    return marked or not SLOW_FIXTURES.isdisjoint(fixtures) or sandboxed
+    # An array compares by element.
+    sandboxed = any(isinstance(param, str) and param == "sandbox" for param in params.values())
+    return marked or not SLOW_FIXTURES.isdisjoint(fixtures) or sandboxed or params.get("seed", 0) >= FAST_SEEDS
 
 
 @pytest.fixture
