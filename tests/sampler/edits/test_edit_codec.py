@@ -77,6 +77,7 @@ def test_random_bytes(data: bytes) -> None:
     check_hostile(data)
 
 
+@pytest.mark.slow
 @settings(max_examples=500)
 @given(logs(3), st.data())
 def test_changed_bytes(log: EditLog, data: st.DataObject) -> None:

@@ -47,6 +47,7 @@ def test_selected_rows_get_their_edits(data: st.DataObject) -> None:
     assert same_but_nan(selected, edited(edits, logits)[rows])
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(st.data())
 def test_values_of_other_rows_are_recognized(data: st.DataObject) -> None:
@@ -69,6 +70,7 @@ def test_restore_in_another_row_is_not_row_wise() -> None:
     assert not is_row_wise(log.edits, VOCAB)
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(st.data())
 def test_finite_tokens_hold_for_all_logits(data: st.DataObject) -> None:

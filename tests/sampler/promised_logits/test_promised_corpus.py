@@ -24,6 +24,7 @@ def test_most_examples_never_read(covered: list[Coverage]) -> None:
     assert share_without_reads(covered, EXAMPLES) >= 0.75
 
 
+@pytest.mark.slow
 def test_page_lists_who_reads(covered: list[Coverage]) -> None:
     """If it fails, replace the table of the page by the printed one."""
     found = table([each for each in covered if each.corpus != "tests"])
