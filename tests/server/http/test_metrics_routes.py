@@ -239,8 +239,12 @@ def test_concurrent_scrapes(run: Callable[..., Running]) -> None:
             while not stop.is_set():
                 answers.append(http.get("/metrics").status_code)
 
-    # One after the other: pydantic's models are not built by two threads at once.
-    threads = [threading.Thread(target=scrape, args=(create_app(running.engine),)) for _ in range(2)]
+    apps = [create_app(running.engine) for _ in range(2)]
+    for (
+        app
+    ) in apps:  # pydantic cannot build models in two threads at once, and FastAPI needs some for the first request
+        assert TestClient(app, base_url="http://localhost").get("/metrics").status_code == 200
+    threads = [threading.Thread(target=scrape, args=(app,)) for app in apps]
     for thread in threads:
         thread.start()
     started.wait(60)
