@@ -27,9 +27,12 @@ def make_llm(make_engine: Callable[..., AsyncEngine]) -> Iterator[Callable[..., 
         llm.shutdown()
 
 
-@pytest.fixture
-def llm(make_llm: Callable[..., LLM]) -> LLM:
-    return make_llm()
+@pytest.fixture(scope="module")
+def llm(make_module_engine: Callable[..., AsyncEngine]) -> Iterator[LLM]:
+    """One `LLM` for the tests of a file."""
+    llm = LLM._from_engine(make_module_engine(logits_processor_pattern=".*"))
+    yield llm
+    llm.shutdown()
 
 
 @pytest.fixture

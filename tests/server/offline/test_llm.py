@@ -29,6 +29,12 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
+@pytest.fixture
+def llm(make_llm: MakeLLM) -> LLM:
+    """An `LLM` of the test's own: some interrupt it."""
+    return make_llm()
+
+
 def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
     return llm.generate(prompts, *params, use_tqdm=False)
 

@@ -165,8 +165,10 @@ def test_callables_by_name(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyP
         ),
     ],
 )
-def test_params_of_unsupported_type(llm: LLM, params: SamplingParams, message: str) -> None:
-    llm._engine.config = dataclasses.replace(llm._engine.config, processor_isolation="sandbox")
+def test_params_of_unsupported_type(
+    llm: LLM, params: SamplingParams, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llm._engine, "config", dataclasses.replace(llm._engine.config, processor_isolation="sandbox"))
     with pytest.raises(InvalidRequest, match=message):
         quiet(llm, "a", params)
 
