@@ -240,9 +240,8 @@ def test_concurrent_scrapes(run: Callable[..., Running]) -> None:
                 answers.append(http.get("/metrics").status_code)
 
     apps = [create_app(running.engine) for _ in range(2)]
-    for (
-        app
-    ) in apps:  # pydantic cannot build models in two threads at once, and FastAPI needs some for the first request
+    # FastAPI needs pydantic's models for the first request, and pydantic cannot build them in two threads at once.
+    for app in apps:
         assert TestClient(app, base_url="http://localhost").get("/metrics").status_code == 200
     threads = [threading.Thread(target=scrape, args=(app,)) for app in apps]
     for thread in threads:
