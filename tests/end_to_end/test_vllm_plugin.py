@@ -263,7 +263,8 @@ def test_processor_list(client: Client) -> None:
 def test_faults_end_only_their_requests(client: Client) -> None:
     """Run concurrently: two processors, one that raises, one that hangs, and requests without a processor."""
     prompts = ["The moon is", "Once upon a time", "My favourite colour", "In the beginning"]
-    alone = [generate(client, prompt, tokens=24) for prompt in prompts]
+    with ThreadPoolExecutor() as pool:
+        undisturbed = [*pool.map(partial(generate, client, tokens=24), prompts)]
 
     def fault(processor: str) -> GenerationError:
         with pytest.raises(GenerationError) as caught:
@@ -276,7 +277,7 @@ def test_faults_end_only_their_requests(client: Client) -> None:
         counted = pool.submit(generate, client, processor=COUNTS_CALLS, params={"first": FIRST})
         faults = [pool.submit(fault, processor) for processor in (FailsAtThird.to_str(), Hangs.to_str())]
         assert [each.result().type for each in faults] == ["ProcessorFault", "ProcessorFault"]
-        assert [each.result() for each in others] == alone
+        assert [each.result() for each in others] == undisturbed
         assert forced.result() == [5] * TOKENS
         assert counted.result() == [FIRST + step for step in range(TOKENS)]
 
@@ -332,9 +333,10 @@ def test_preemption(served: tuple[str, Server], client: Client) -> None:
 
     All requests start in one block of vLLM's cache, and need a second one while they run together.
     """
-    tokens, last = 64, 63
-    prompts = [[first, *LONG_IDS[:89]] for first in range(1000, 1008)]
-    alone = [generate(client, prompt, tokens) for prompt in prompts[:2]]
+    tokens, last = 32, 31
+    prompts = [[first, *LONG_IDS[:109]] for first in range(1000, 1008)]
+    with ThreadPoolExecutor() as pool:  # these fit into the cache
+        undisturbed = [*pool.map(partial(generate, client, tokens=tokens), prompts[:2])]
 
     def counted(prompt: list[int]) -> list[int]:
         return generate(client, prompt, tokens, processor=COUNTS_CALLS, params={"first": prompt[0]})
@@ -346,8 +348,8 @@ def test_preemption(served: tuple[str, Server], client: Client) -> None:
         hashing = [pool.submit(hashed, prompt) for prompt in prompts[:2]]
     for prompt, counts in zip(prompts[2:], counting, strict=True):
         assert counts.result() == [prompt[0] + step for step in range(tokens)]
-    assert [each.result() for each in plain] == alone
-    for prompt, answer, hashes in zip(prompts, alone, hashing, strict=False):
+    assert [each.result() for each in plain] == undisturbed
+    for prompt, answer, hashes in zip(prompts, undisturbed, hashing, strict=False):
         assert hashes.result() == [*answer[:last], history_token(prompt, answer[:last], tokens)]
     preemptions = vllm_counter(served[0], "num_preemptions")
     assert preemptions is None or preemptions > 0
