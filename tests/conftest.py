@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
@@ -15,7 +17,10 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from logitship.sampler.sandbox.protocol import Channel
+from logitship.sampler.sandbox.zygote_process import ZygoteProcess
 from logitship.server.config import ServerConfig
+from logitship.server.engine import processor_setup
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
 from logitship.server.model.model_loader import LoadedModel
@@ -240,23 +245,60 @@ def is_shown() -> Callable[[str, str], bool]:
     return shown
 
 
+@pytest.fixture(scope="session")
+def lasting_launchers() -> Iterator[type[ZygoteProcess]]:
+    """A `ZygoteProcess` that leaves its launcher, if that is alive, to the next one instead of ending it.
+
+    To import torch takes a launcher three seconds, on one core. All it has after it served an engine is these imports:
+    it forks a new zygote for each. One that would import from other folders than `sys.path` has now is not reused.
+    """
+    idle: list[tuple[subprocess.Popen[bytes], Channel]] = []
+    folders = [*sys.path]
+
+    class LastingLauncher(ZygoteProcess):
+        def _start_launcher(self) -> None:
+            if not idle or sys.path != folders:
+                super()._start_launcher()
+                return
+            self._launcher, self._launcher_channel = idle.pop()
+
+        def close(self) -> None:
+            with self._lock:
+                launcher, channel = self._launcher, self._launcher_channel
+                if launcher is not None and channel is not None and self.alive and sys.path == folders:
+                    self._launcher = self._launcher_channel = None
+                    idle.append((launcher, channel))
+            super().close()
+
+    yield LastingLauncher
+    for launcher, channel in idle:
+        channel.close()
+        launcher.wait()
+
+
 @pytest.fixture
-def make_engine(loaded_model: LoadedModel, deterministic_model: LoadedModel) -> Iterator[BuildEngine]:
+def make_engine(
+    loaded_model: LoadedModel, deterministic_model: LoadedModel, lasting_launchers: type[ZygoteProcess]
+) -> Iterator[BuildEngine]:
     """Builds engines, and stops them after the test.
 
     The tokens of two runs are equal without more ado: the model computes in float64. A test that compares
     log-probabilities to the last bit asks for `enable_deterministic_inference`.
     """
-    yield from _engines(loaded_model, deterministic_model)
+    yield from _engines(loaded_model, deterministic_model, lasting_launchers)
 
 
 @pytest.fixture(scope="module")
-def make_module_engine(loaded_model: LoadedModel, deterministic_model: LoadedModel) -> Iterator[BuildEngine]:
+def make_module_engine(
+    loaded_model: LoadedModel, deterministic_model: LoadedModel, lasting_launchers: type[ZygoteProcess]
+) -> Iterator[BuildEngine]:
     """The same, but stops the engines after the file's tests."""
-    yield from _engines(loaded_model, deterministic_model)
+    yield from _engines(loaded_model, deterministic_model, lasting_launchers)
 
 
-def _engines(loaded_model: LoadedModel, deterministic_model: LoadedModel) -> Iterator[BuildEngine]:
+def _engines(
+    loaded_model: LoadedModel, deterministic_model: LoadedModel, lasting_launchers: type[ZygoteProcess]
+) -> Iterator[BuildEngine]:
     engines: list[AsyncEngine] = []
 
     def build(loaded: LoadedModel | None = None, **settings: object) -> AsyncEngine:
@@ -265,7 +307,9 @@ def _engines(loaded_model: LoadedModel, deterministic_model: LoadedModel) -> Ite
         defaults: dict[str, object] = {"model_path": "tiny", "max_num_seqs": 4, "random_seed": 0}
         defaults["enable_custom_logit_processor"] = True
         defaults["processor_isolation"] = "none"  # sandboxes take seconds to start: tests of theirs ask for them
-        engines.append(build_engine(ServerConfig(**(defaults | settings)), loaded))  # type: ignore[arg-type]
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(processor_setup, "ZygoteProcess", lasting_launchers)
+            engines.append(build_engine(ServerConfig(**(defaults | settings)), loaded))  # type: ignore[arg-type]
         return engines[-1]
 
     yield build
