@@ -162,30 +162,37 @@ class Counted(NGramSpeculation):
         super().observe(num_rows, num_drafts, num_accepted, 1.0)  # a busy machine must not turn drafting off
 
 
-@pytest.mark.parametrize("isolation", ["none", "sandbox"])
-def test_speculative_decoding_changes_no_token(
-    isolation: str, monkeypatch: pytest.MonkeyPatch, shallow_model: str
-) -> None:
-    monkeypatch.setattr(build, "NGramSpeculation", Counted)
-    Counted.accepted = 0
-    found = []
-    for algorithm in (None, "NGRAM"):
-        config = ServerConfig(
-            model_path=shallow_model,
+def outputs_of_engine(model: str, **settings: Any) -> dict[str, tuple[list[int], str]]:
+    engine = build.build_engine(
+        ServerConfig(
+            model_path=model,
             enable_custom_logit_processor=True,
-            processor_isolation=isolation,  # type: ignore[arg-type]
             reasoning_config={"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
             max_model_len=256,
             max_queued_requests=10_000,
             enable_deterministic_inference=True,
-            speculative_algorithm=algorithm,  # type: ignore[arg-type]
+            **settings,
         )
-        engine = build.build_engine(config)
-        try:
-            found.append(outputs(engine))
-        finally:
-            engine.stop()
-    plain, drafted = found
+    )
+    try:
+        return outputs(engine)
+    finally:
+        engine.stop()
+
+
+@pytest.fixture(scope="module")
+def plain(shallow_model: str) -> dict[str, tuple[list[int], str]]:
+    """The outputs without drafts, from shipped code in sandboxes: those of both isolations are the same."""
+    return outputs_of_engine(shallow_model, processor_isolation="sandbox")
+
+
+@pytest.mark.parametrize("isolation", ["none", "sandbox"])
+def test_speculative_decoding_changes_no_token(
+    isolation: str, monkeypatch: pytest.MonkeyPatch, shallow_model: str, plain: dict[str, tuple[list[int], str]]
+) -> None:
+    monkeypatch.setattr(build, "NGramSpeculation", Counted)
+    Counted.accepted = 0
+    drafted = outputs_of_engine(shallow_model, processor_isolation=isolation, speculative_algorithm="NGRAM")
     assert drafted == plain
     assert {reason for _, reason in plain.values()} <= {"length: None", "stop: None"}
     assert Counted.accepted > len(plain)
