@@ -100,6 +100,8 @@ def browser() -> Iterator[Browser]:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     path = subprocess.run([CHROMIUM], check=True, stdout=subprocess.PIPE, text=True, env=environment).stdout.strip()
     arguments = [f"--host-resolver-rules=MAP {FOREIGN_NAME} 127.0.0.1"]
+    # Each window would run two pages for the address bar, which nobody sees, in a process of their own.
+    arguments.append("--disable-features=WebUIOmniboxPopup,WebUIOmniboxAimPopup")
     if os.geteuid() == 0:
         arguments.append("--no-sandbox")
     with sync_playwright() as playwright:
