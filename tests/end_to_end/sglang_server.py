@@ -80,7 +80,7 @@ def sglang_serve(
     settings = {
         "HF_HUB_OFFLINE": "1",
         "SGLANG_USE_CPU_ENGINE": "1",
-        "OMP_NUM_THREADS": "2",
+        "OMP_NUM_THREADS": "1",  # a second thread would wait in a loop, beside so small a model
         "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", *folders))),
     }
     process = subprocess.Popen(
