@@ -28,7 +28,7 @@ from .edit_operations import (
 from .merged_edits import edit_layers
 
 _MIN_EDITS = 4
-"""Logs with fewer edits are left as they are."""
+"""Logs with fewer edits are not combined any further."""
 _ARRAY = "array"
 _FLOAT = struct.Struct("=f")
 
