@@ -45,8 +45,6 @@ WEIGHTS = {"sandbox": 150, "zygote": 36, "between": 8, "launcher": 6}
 """Relative frequency of kills by role. A launcher takes longest to restart, because it imports torch."""
 PASSES = {"before a fork": 2, "after a fork": 2}
 """Passes of a trace point from which one is chosen. Forks are rare, and each is the first of its sandbox."""
-PAUSE = 0.05
-"""Seconds between two requests of a client: else those without a processor keep a core busy while a launcher starts."""
 NUMBERS = itertools.count()
 
 COUNTDOWN = SourceProcessor(
@@ -269,8 +267,6 @@ class Load:
                 self.ends["complete"] += 1
                 if stream in SANDBOXED:
                     self._succeeded.set()
-                else:
-                    await asyncio.sleep(PAUSE)
                 continue
             assert stream in SANDBOXED, (stream.name, reason)
             assert reason.error.type == "ProcessorFault", reason
