@@ -22,7 +22,7 @@ MAX_MODULES = 20
 """In one folder; `builtin_processors` is exempt, because each of its files is one processor."""
 RIDDLES = ("How", "Of", "That", "Those", "What", "When", "Where", "Whether", "Which", "Who", "Whose", "Why")
 """First words of docstrings that describe a thing without naming it."""
-RIDDLE = re.compile(rf"""["'][\s\\]*(?:{"|".join(RIDDLES)})\s""")
+RIDDLE = re.compile(rf"""["'][\s\\]*(?:{"|".join(RIDDLES)})\b""")
 """Finds the files that may have one: parsing all takes long."""
 BOUNDARIES = ("SGLang", "author code", "engine thread", "event loop", "process death", "third-party code", "vLLM")
 """Places where any exception is caught. `CONTRIBUTING.md` lists them."""
