@@ -17,7 +17,11 @@ Guarantees:
 
 from __future__ import annotations
 
-from .promised_memory import Memory, Source
+from collections.abc import Callable
+
+import torch
+
+from .promised_memory import Memory, RecentCalls, Source
 from .promised_tensor import PromisedLogits, take_back, wrap
 from .promised_values import LogitsView
 from .recorded_operations import add_recorded_operations
@@ -37,12 +41,27 @@ class Promise:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._memory = Memory(self._source)
+        self._memory = Memory(source)
+        self._view = LogitsView(self._memory, range(source.num_rows), is_one=False)
         self.is_kept = False
+
+    @classmethod
+    def begin(
+        cls, num_rows: int, vocab_size: int, fetch: Callable[[], torch.Tensor], recent: RecentCalls | None = None
+    ) -> Promise:
+        """Begin a call, with the promise of an earlier one that nobody refers to any more if there is one.
+
+        See `Source` for the arguments.
+        """
+        promise: Promise | None = None if recent is None else recent.promises.pop((num_rows, vocab_size), None)
+        if promise is None:
+            return cls(Source(num_rows, vocab_size, fetch, recent))
+        promise._source.begin(fetch)
+        return promise
 
     def take(self) -> PromisedLogits:
         """Return the tensor for the author's code, float32 [num_rows, vocab_size]."""
-        return wrap(LogitsView(self._memory, range(self._source.num_rows), is_one=False))
+        return wrap(self._view)
 
     def conclude(self, result: object) -> object:
         """End the call.
@@ -57,13 +76,19 @@ class Promise:
         state = result.promised_state if type(result) is PromisedLogits else None
         if state is not None:
             result = None
-        self.is_kept = not take_back(self._source)
+        source = self._source
+        self.is_kept = not take_back(source)
         if self.is_kept:
-            self._source.read()
+            source.read()
         if state is not None:
-            is_log = isinstance(state, LogitsView) and state.is_whole and state.memory.source is self._source
+            is_log = state is self._view or (
+                isinstance(state, LogitsView) and state.is_whole and state.memory.source is source
+            )
             result = state.memory.log if is_log and state.memory.is_pending else state.real
-        self.end()
+        source.end()
+        if not source.was_read:
+            self._memory.clear()
+            source.recent.keep(self, (source.num_rows, source.vocab_size))
         return result
 
     def end(self) -> None:

@@ -17,6 +17,9 @@ from .promised_index import RecentSelections
 MIN_GIVEN = 64
 """A call that was given fewer tensors is not searched for unused ones before it ends."""
 
+_MAX_PROMISES = 64
+"""Most promises that are kept for later calls, one of each shape."""
+
 
 @dataclass(frozen=True)
 class RecentCalls:
@@ -26,11 +29,23 @@ class RecentCalls:
         vectors: copies of vectors.
         selections: what indices select.
         tensors: promised tensors that nothing refers to any more, by shape.
+        promises: promises to whose tensors nothing refers any more, by the shape of their logits.
     """
 
     vectors: RecentVectors = field(default_factory=RecentVectors)
     selections: RecentSelections = field(default_factory=RecentSelections)
     tensors: dict[tuple[int, ...], list[Any]] = field(default_factory=dict)
+    promises: dict[tuple[int, int], Any] = field(default_factory=dict)
+
+    def keep(self, promise: Any, shape: tuple[int, int]) -> None:
+        """Keep a promise for a later call."""
+        if len(self.promises) >= _MAX_PROMISES:
+            self.promises.clear()
+        self.promises[shape] = promise
+
+
+def _fetch_too_late() -> torch.Tensor:
+    raise RuntimeError("logits of an earlier step were used, whose values no longer exist")
 
 
 class Source:
@@ -49,7 +64,6 @@ class Source:
 
     __slots__ = (
         "_fetch",
-        "_is_over",
         "_lock",
         "_memories",
         "most_tensors",
@@ -76,7 +90,12 @@ class Source:
         self._fetch = fetch
         self._lock = threading.RLock()
         self._memories: list[weakref.ref[Memory]] = []
-        self._is_over = False
+
+    def begin(self, fetch: Callable[[], torch.Tensor]) -> None:
+        """Begin another call. Nothing was read in the last one, and only its first memory is still used."""
+        self._fetch = fetch
+        self.most_tensors = MIN_GIVEN
+        del self._memories[1:]
 
     def add(self, memory: Memory) -> None:
         """Add a memory whose values depend on the logits."""
@@ -87,8 +106,6 @@ class Source:
         with self._lock:
             if self.was_read:
                 return
-            if self._is_over:
-                raise RuntimeError("logits of an earlier step were used, whose values no longer exist")
             logits = self._fetch()
             self.was_read = True
             memories = [memory for ref in self._memories if (memory := ref()) is not None]
@@ -102,10 +119,11 @@ class Source:
 
     def end(self) -> None:
         """End the call: nothing can be fetched any more."""
-        if not self._is_over:
-            with self._lock:
-                self._is_over = True
+        if self.tensors:
+            with self._lock:  # a thread of the author's code may be fetching the logits
+                self._fetch = _fetch_too_late
             self.tensors = []  # they refer to this source
+        self._fetch = _fetch_too_late
 
 
 class Memory:
@@ -149,6 +167,10 @@ class Memory:
         self.values: torch.Tensor | None = None
         self.registers: dict[int, torch.Tensor] = {}
         source.add(self)
+
+    def clear(self) -> None:
+        """Have no edits, as before the first call."""
+        self.log = EditLog(self.source.num_rows, self.source.vocab_size, self.source.recent.vectors)
 
     def read(self) -> torch.Tensor:
         """Return the values, float32 [num_rows, vocab_size]."""

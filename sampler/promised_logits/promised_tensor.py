@@ -18,7 +18,26 @@ RecordOperation: TypeAlias = Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
 RECORDED_OPERATIONS: dict[Callable[..., Any], RecordOperation] = {}
 """Operations that are recorded, see `recorded_operations`. An operation that is not here uses the values."""
 
+_CPU = torch.device("cpu")
 _make_wrapper = torch.Tensor._make_wrapper_subclass
+
+
+def _known(name: str, value_of: Callable[[State], Any]) -> Any:
+    """Return an attribute of tensors that is known before the logits are.
+
+    Args:
+        name: its name.
+        value_of: returns its value for a state whose tensor was not used.
+    """
+
+    def get(tensor: Any) -> Any:
+        state = tensor.promised_state
+        return value_of(state) if state.made is None else getattr(state.made, name)
+
+    def refuse(tensor: Any, value: Any) -> None:
+        getattr(torch.Tensor, name).__set__(tensor, value)  # raises
+
+    return property(get, refuse)
 
 
 class PromisedLogits(torch.Tensor):
@@ -34,7 +53,7 @@ class PromisedLogits(torch.Tensor):
 
     def __setitem__(self, index: Any, value: Any) -> None:
         """See `torch.Tensor.__setitem__`."""
-        if not self.promised_state.put(index, unwrapped(value)):
+        if not self.promised_state.put(index, value.promised_state if type(value) is PromisedLogits else value):
             call_real(torch.Tensor.__setitem__, (self, index, value), {})
 
     def __iter__(self) -> Iterator[Any]:
@@ -50,15 +69,9 @@ class PromisedLogits(torch.Tensor):
         """The class of ordinary tensors."""
         return torch.Tensor
 
-    @property
-    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Shape, which is known."""
-        state = self.promised_state
-        return torch.Size(state.shape) if state.made is None else state.made.shape
-
-    @shape.setter
-    def shape(self, value: Any) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        torch.Tensor.shape.__set__(self, value)  # type: ignore[attr-defined]  # raises
+    shape = _known("shape", lambda state: torch.Size(state.shape))
+    dtype = _known("dtype", lambda state: torch.float32)
+    device = _known("device", lambda state: _CPU)
 
     def __getattr__(self, name: str) -> Any:
         """Raise what an ordinary tensor raises."""
@@ -66,9 +79,10 @@ class PromisedLogits(torch.Tensor):
 
     def __len__(self) -> int:
         """Return the first dimension."""
-        if not self.shape:
+        shape: torch.Size = self.shape
+        if not shape:
             raise TypeError("len() of a 0-d tensor")
-        return self.shape[0]
+        return shape[0]
 
     @classmethod
     def __torch_function__(
@@ -146,7 +160,7 @@ def take_back(source: Source) -> bool:
 
 def _keep_unused(tensor: Any, unused: dict[tuple[int, ...], list[Any]]) -> None:
     # An author's attribute, or a weak reference such as that of a weak dictionary, would come back with the tensor.
-    if vars(tensor) or getweakrefcount(tensor):
+    if tensor.__dict__ or getweakrefcount(tensor):
         return
     shape = tensor.promised_state.shape
     of_shape = unused.get(shape)

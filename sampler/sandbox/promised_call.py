@@ -9,7 +9,7 @@ import torch
 from logitship.sampler.author_code.calls import call, guard, take_over
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.promised_logits.promise import Promise
-from logitship.sampler.promised_logits.promised_memory import RecentCalls, Source
+from logitship.sampler.promised_logits.promised_memory import RecentCalls
 
 
 class PromisedCall:
@@ -44,7 +44,8 @@ class PromisedCall:
         guard(lambda: self._edit(function), name=name, shipped_class=shipped_class, in_sandbox=True)
 
     def _edit(self, function: Callable[[torch.Tensor], object]) -> None:
-        promise = Promise(Source(len(self._logits), self._logits.shape[-1], self._fetch, self._recent))
+        num_rows, vocab_size = self._logits.shape
+        promise = Promise.begin(num_rows, vocab_size, self._fetch, self._recent)
         try:
             result = promise.conclude(call(function, promise.take()))
         finally:

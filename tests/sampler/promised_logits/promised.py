@@ -13,7 +13,7 @@ from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.promised_logits.promise import Promise
-from logitship.sampler.promised_logits.promised_memory import RecentCalls, Source
+from logitship.sampler.promised_logits.promised_memory import RecentCalls
 
 Function = Callable[[torch.Tensor], Any]
 _RECENT: defaultdict[int, RecentCalls] = defaultdict(RecentCalls)
@@ -60,7 +60,7 @@ def promised(function: Function, logits: torch.Tensor, *, read_first: bool = Fal
         fetched.append(1)
         return real
 
-    promise = Promise(Source(*logits.shape, fetch, _RECENT[logits.shape[1]]))
+    promise = Promise.begin(*logits.shape, fetch, _RECENT[logits.shape[1]])
     given = promise.take()
     if read_first:
         given.sum()

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from logitship.sampler.edits.edit_operations import EditRows, Put
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.promised_logits.promise import Promise
 from logitship.sampler.promised_logits.promised_index import Cells
@@ -51,6 +52,12 @@ def function(code: str) -> Any:
 
 
 RECORDED = [
+    # zeros of both signs
+    "b = torch.zeros(V); b[ids] = 2.0; l += b",
+    "b = torch.zeros(V); b[[7, 8]] = -0.0; l += b",
+    "b = torch.zeros(V); b[[7, 9]] = torch.tensor([-0.0, 1.0]); l[-1] += b",
+    "b = torch.zeros(V); b[[6, 8]] = torch.tensor([inf, -2.0]); l -= b",
+    "b = torch.full((V,), -0.0); b[[7, 8]] = 0.0; l += b",
     # positions
     "l[0, ids] = -inf",
     "l[1, t] = vec[:3]",
@@ -605,7 +612,9 @@ def test_no_reference_is_left() -> None:
 
     promise.conclude(program(promise.take()))
     assert not promise._source.tensors
+    assert promise._memory.log.is_empty
     memory = weakref.ref(promise._memory)
+    recent.promises.clear()
     del promise
     assert memory() is None
     assert sum(map(len, recent.tensors.values())) == 3
@@ -664,6 +673,81 @@ def test_unused_tensor_is_empty() -> None:
     (unused,) = recent.tensors[ROWS, VOCAB]
     assert unused.shape == (0, 0)
     assert unused.tolist() == []
+
+
+def filled(number: int) -> Callable[[], torch.Tensor]:
+    """Return a function that fetches logits with this number everywhere."""
+    return lambda: torch.full((ROWS, VOCAB), float(number))
+
+
+def put_one(logits: torch.Tensor) -> torch.Tensor:
+    logits[1, 2] = 3.0
+    return logits
+
+
+def add_one(logits: torch.Tensor) -> torch.Tensor:
+    return logits + 1.0  # has a memory of its own
+
+
+def test_promise_is_used_again() -> None:
+    recent = RecentCalls()
+    logs = []
+    promises = []
+    for program in (add_one, put_one, add_one):
+        promise = Promise.begin(ROWS, VOCAB, filled(0), recent)
+        assert Promise.begin(ROWS, VOCAB, filled(0), recent) is not promise
+        assert Promise.begin(ROWS + 1, VOCAB, filled(0), recent) is not promise
+        log = promise.conclude(program(promise.take()))
+        assert isinstance(log, EditLog)
+        promises.append(promise)
+        logs.append(log)
+    assert promises[0] is promises[1] is promises[2]
+    assert [[type(edit) for edit in log.edits] for log in logs] == [[EditRows], [Put], [EditRows]]
+
+
+def test_promise_whose_logits_are_kept_is_not_used_again() -> None:
+    recent = RecentCalls()
+    promise = Promise.begin(ROWS, VOCAB, filled(7), recent)
+    row = promise.take()[1]
+    promise.conclude(None)
+    assert promise.is_kept
+    other = Promise.begin(ROWS, VOCAB, filled(8), recent)
+    assert other is not promise
+    assert row.tolist() == [7.0] * VOCAB
+    assert other.take()[1].tolist() == [8.0] * VOCAB
+
+
+def test_promise_of_a_failed_call_is_not_used_again() -> None:
+    recent = RecentCalls()
+    promise = Promise.begin(ROWS, VOCAB, filled(7), recent)
+    logits = promise.take()
+    promise.end()
+    other = Promise.begin(ROWS, VOCAB, filled(8), recent)
+    assert other is not promise
+    with pytest.raises(RuntimeError, match="earlier step"):
+        logits.sum()
+    assert other.take().sum() == 8.0 * ROWS * VOCAB
+
+
+def test_second_call_of_a_promise_reads_its_own_logits() -> None:
+    recent = RecentCalls()
+    first = Promise.begin(ROWS, VOCAB, filled(7), recent)
+    log = first.conclude(put_one(first.take()))
+    assert isinstance(log, EditLog)
+    second = Promise.begin(ROWS, VOCAB, filled(8), recent)
+    assert second is first
+    expected = torch.full((ROWS, VOCAB), 8.0)
+    assert torch.equal(add_one(put_one(second.take())), add_one(put_one(expected)))
+    second.end()
+    assert Promise.begin(ROWS, VOCAB, filled(9), recent) is not second
+
+
+def test_attributes_that_are_known_cannot_be_set() -> None:
+    logits: Any = Promise.begin(ROWS, VOCAB, filled(0)).take()
+    for name in ("shape", "dtype", "device"):
+        assert getattr(logits, name) == getattr(torch.zeros(ROWS, VOCAB), name)
+        with pytest.raises(AttributeError, match=f"attribute '{name}' .* is not writable"):
+            setattr(logits, name, getattr(logits, name))
 
 
 def test_attribute_does_not_come_back() -> None:
