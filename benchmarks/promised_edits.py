@@ -22,7 +22,7 @@ from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.promised_logits.promise import Promise
-from logitship.sampler.promised_logits.promised_memory import RecentCalls, Source
+from logitship.sampler.promised_logits.promised_memory import RecentCalls
 
 BENCHMARK = "promised edits"
 REPEATS = 50
@@ -53,6 +53,7 @@ def works(vocab_size: int) -> list[Work]:
     allowed = [sorted(generator.sample(range(vocab_size), ALLOWED)) for _ in range(32)]
     ids = torch.tensor(banned[0])
     bias = torch.randn(vocab_size)
+    sparse_bias = torch.zeros(vocab_size).index_fill_(0, ids, 1.5)
     mask = torch.rand(vocab_size) > 0.5
 
     def ban(logits: torch.Tensor) -> torch.Tensor:
@@ -84,6 +85,9 @@ def works(vocab_size: int) -> list[Work]:
         logits += bias
         return logits
 
+    def add_sparse_vector(logits: torch.Tensor) -> torch.Tensor:
+        return logits + sparse_bias
+
     def put_mask(logits: torch.Tensor) -> torch.Tensor:
         return logits.masked_fill(mask, -math.inf)
 
@@ -94,6 +98,7 @@ def works(vocab_size: int) -> list[Work]:
         Work("add to ids", add_to_ids, is_small=True),
         Work("scale", scale, is_small=True),
         Work("add vector", add_vector, is_small=False),
+        Work("add sparse vector", add_sparse_vector, is_small=False),
         Work("put mask", put_mask, is_small=False),
     ]
 
@@ -115,7 +120,7 @@ def fastest(call: Callable[[], object], repeats: int = REPEATS) -> float:
 
 def record(call: Call, rows: int, vocab_size: int, recent: RecentCalls | None = None) -> EditLog:
     """Return the edits of a call on promised logits."""
-    promise = Promise(Source(rows, vocab_size, _no_logits, recent))
+    promise = Promise.begin(rows, vocab_size, _no_logits, recent)
     log = promise.conclude(call(promise.take()))
     promise.end()
     assert isinstance(log, EditLog)

@@ -38,7 +38,8 @@ def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdi
 
     Registers that are never restored are left out, and the others get new numbers.
     """
-    edits = _with_arithmetic_in_place(edits)
+    if len(edits) > 1:
+        edits = _with_arithmetic_in_place(edits)
     if len(edits) < _MIN_EDITS:
         return edits
     groups = [(range(num_rows), _with_joined_puts(edits))]

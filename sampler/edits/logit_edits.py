@@ -15,6 +15,7 @@ from .edit_operations import (
     MAX_EDITS_PER_ROW,
     MAX_TOUCHED,
     Edit,
+    EditPositions,
     EditRows,
     Fill,
     Floats,
@@ -179,14 +180,20 @@ class EditLog:
         self._num_steps += len(steps)
         self._add(Restore(_positions(positions), register, steps), len(positions) * (1 + len(steps)))
 
-    def edit_rows(self, rows: Sequence[int], operator: str, operand: float | torch.Tensor) -> None:
+    def edit_positions(self, positions: AnyPositions, arithmetic: Sequence[tuple[str, Operand]]) -> None:
+        """Apply arithmetic to the values at distinct positions, see `restore`."""
+        steps = tuple(arithmetic)
+        self._num_steps += len(steps)
+        self._add(EditPositions(_positions(positions), steps), len(positions) * (1 + len(steps)))
+
+    def edit_rows(self, rows: Sequence[int], operator: str, operand: Operand) -> None:
         """Apply an operator to whole rows; the operand is a number or float32 [vocab]."""
-        own = self.vectors.copy_of(operand.detach().numpy()) if isinstance(operand, torch.Tensor) else operand
+        own = self.vectors.copy_of(operand) if isinstance(operand, np.ndarray) else operand
         self._add(EditRows(_positions(rows), operator, own), len(rows) * self.vocab_size)
 
-    def put_rows(self, rows: Sequence[int], values: torch.Tensor) -> None:
+    def put_rows(self, rows: Sequence[int], values: Floats) -> None:
         """Put the same float32 [vocab] in whole rows."""
-        self._add(PutRows(_positions(rows), self.vectors.copy_of(values.detach().numpy())), len(rows) * self.vocab_size)
+        self._add(PutRows(_positions(rows), self.vectors.copy_of(values)), len(rows) * self.vocab_size)
 
     def put_mask(self, rows: Sequence[int], mask: torch.Tensor, value: float) -> None:
         """Put a value where a mask, bool [vocab] for all rows or [rows, vocab], is set."""
@@ -219,4 +226,6 @@ def _positions(numbers: AnyPositions) -> Positions:
     if isinstance(numbers, torch.Tensor):
         positions: Positions = numbers.numpy().astype(_DTYPE)
         return positions
+    if type(numbers) is range:
+        return np.arange(numbers.start, numbers.stop, numbers.step, dtype=_DTYPE)
     return np.array(numbers, _DTYPE)

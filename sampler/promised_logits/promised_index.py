@@ -208,6 +208,11 @@ class _TensorContents:
         return array.tobytes()
 
 
+def is_everything(index: Any) -> bool:
+    """Return whether an index selects all elements, whatever the dimensions."""
+    return index is Ellipsis or (type(index) is slice and index == _COLON)
+
+
 def few_positions(rows: range, is_one: bool, vocab_size: int, index: Any) -> list[int] | None:
     """Return the positions of the few elements that an index selects by plain numbers; None if it is any other.
 
@@ -229,10 +234,13 @@ def few_positions(rows: range, is_one: bool, vocab_size: int, index: Any) -> lis
         if not 0 <= first < len(rows):
             return None
         rows = rows[first : first + 1]
-    elif first is not Ellipsis and not (type(first) is slice and first == _COLON):
+    elif not is_everything(first):
         return None
     if len(rows) * len(columns) > FEW:
         return None
+    if len(columns) == 1:
+        start = columns[0]
+        return [*range(rows.start * vocab_size + start, rows.stop * vocab_size + start, rows.step * vocab_size)]
     return [row * vocab_size + column for row in rows for column in columns]
 
 
@@ -356,10 +364,12 @@ def _cells_of_row(row: int, vocab_size: int, index: Any) -> Selection | None:
 def _cells_of_rows(rows: Sequence[int], vocab_size: int, index: Any) -> Selection | None:
     if len(rows) == 0:
         return None
-    starts = _starts(rows, vocab_size)
     if type(index) is int:
         column = _normalized(index, vocab_size)
-        return None if column is None else Cells(starts + column, starts.shape, is_view=True)
+        if column is None:
+            return None
+        starts = _starts(rows, vocab_size)
+        return Cells(starts + column, starts.shape, is_view=True)
     if type(index) is slice:
         if not _is_simple(index):
             return None
@@ -371,8 +381,11 @@ def _cells_of_rows(rows: Sequence[int], vocab_size: int, index: Any) -> Selectio
         if found is None:
             return None
         columns = found
-    positions = starts[:, None] + columns
-    return Cells(positions.reshape(-1), positions.shape, is_view=type(index) is slice, maybe_equal=columns)
+    if len(rows) == 1:
+        positions = columns + rows[0] * vocab_size
+    else:
+        positions = (_starts(rows, vocab_size)[:, None] + columns).reshape(-1)
+    return Cells(positions, (len(rows), len(columns)), is_view=type(index) is slice, maybe_equal=columns)
 
 
 def cells_in_rows(rows: Sequence[int], vocab_size: int, index: torch.Tensor) -> Cells | None:
@@ -467,5 +480,7 @@ def _are_unique(numbers: Numbers) -> bool:
         return True
     if len(numbers) <= FEW:
         return len(set(numbers.tolist())) == len(numbers)
+    if (numbers[1:] > numbers[:-1]).all():  # as `torch.unique` returns them
+        return True
     ordered = np.sort(numbers)
     return not bool((ordered[1:] == ordered[:-1]).any())

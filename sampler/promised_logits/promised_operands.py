@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from logitship.sampler.edits.edit_operations import Operand
+from logitship.sampler.edits.edit_operations import FEW, Floats, Operand, Positions
 from logitship.sampler.edits.logit_edits import EditLog
 
 _MAX_FLOAT = float(np.finfo(np.float32).max)
+_INFINITIES = (math.inf, -math.inf)
 _EXACT_INT = 1 << 53
 _FEW = 8
 """A dense operand is recorded as a number and exceptions from it if at most one in this many elements is one."""
@@ -44,7 +45,9 @@ def scalar_of(value: Any, max_dims: int = 0) -> float | None:
         max_dims: most dimensions of such a tensor.
     """
     kind = type(value)
-    if kind is float or kind is np.float64:
+    if kind is float:
+        number = value
+    elif kind is np.float64:
         number = float(value)
     elif kind is int:
         if abs(value) > _EXACT_INT:
@@ -58,9 +61,8 @@ def scalar_of(value: Any, max_dims: int = 0) -> float | None:
 
 
 def _is_certain(number: float) -> bool:
-    if abs(number) > _MAX_FLOAT and number not in (float("inf"), float("-inf")):
-        return False
-    return number == number  # a NaN with a payload would lose it
+    # No NaN: one with a payload would lose it.
+    return -_MAX_FLOAT <= number <= _MAX_FLOAT or number in _INFINITIES
 
 
 def operand_of(value: Any, shape: tuple[int, ...]) -> Operand | None:
@@ -68,29 +70,27 @@ def operand_of(value: Any, shape: tuple[int, ...]) -> Operand | None:
     number = scalar_of(value)
     if number is not None:
         return number
-    spread = _broadcast(value, shape)
-    return None if spread is None else spread.numpy().flatten()
+    if not _can_broadcast(value, shape):
+        return None
+    return (value if value.shape == shape else value.expand(shape)).numpy().flatten()  # type: ignore[no-any-return]
 
 
 def constant_of(value: Any, shape: tuple[int, ...]) -> float | None:
     """Return a number, or that of a tensor with the same number everywhere that can be broadcast to the shape."""
     number = scalar_of(value)
-    if number is not None or _broadcast(value, shape) is None or value.numel() == 0:
+    if number is not None or not _can_broadcast(value, shape) or value.numel() == 0:
         return number
-    found = _background(value)
-    return None if found is None or len(found[1]) else found[0]
+    found = _Background.of(value.numpy())
+    return None if found is None or len(found.places) else found.number
 
 
-def _broadcast(value: Any, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Return float32 of that shape, without a copy."""
+def _can_broadcast(value: Any, shape: tuple[int, ...]) -> bool:
+    """Return whether this is float32 that can be broadcast to a shape."""
     if not is_plain(value, torch.float32) or value.ndim > len(shape):
-        return None
-    if value.shape == shape:
-        return value  # type: ignore[no-any-return]
-    for size, wanted in zip(reversed(value.shape), reversed(shape), strict=False):
-        if size not in (1, wanted):
-            return None
-    return value.expand(shape)  # type: ignore[no-any-return]
+        return False
+    if value.shape in (shape, shape[-1:]):
+        return True
+    return all(size in (1, wanted) for size, wanted in zip(reversed(value.shape), reversed(shape), strict=False))
 
 
 class DenseOperand:
@@ -102,7 +102,7 @@ class DenseOperand:
         vocab_size: number of columns.
     """
 
-    def __init__(self, values: torch.Tensor, rows: Sequence[int], vocab_size: int) -> None:
+    def __init__(self, values: Floats, rows: Sequence[int], vocab_size: int) -> None:
         self._values = values
         self._rows = rows
         self._vocab_size = vocab_size
@@ -110,14 +110,15 @@ class DenseOperand:
     @classmethod
     def of(cls, value: Any, rows: Sequence[int], shape: tuple[int, ...]) -> DenseOperand | None:
         """Return the operand if this can be broadcast to whole rows, which have that shape."""
-        if not rows or _broadcast(value, shape) is None or value.numel() == 0:
+        if not rows or not _can_broadcast(value, shape) or value.numel() == 0:
             return None
-        values = value if value.ndim == 2 else value[None] if value.ndim == 1 else value[None, None]
-        operand = cls(values, rows, shape[-1])
+        values: Floats = value.numpy()
+        if values.ndim < 2:
+            values = values.reshape(1, -1)
         is_column = values.shape[1] < shape[-1]
-        if is_column and any(scalar_of(number) is None for number in values[:, 0]):
+        if is_column and not all(map(_is_certain, values[:, 0].tolist())):
             return None
-        return operand
+        return cls(values, rows, shape[-1])
 
     def put(self, log: EditLog) -> None:
         """Record its assignment to the rows."""
@@ -127,53 +128,57 @@ class DenseOperand:
             log.fill(self._rows, background)
             log.put(positions, values)
             return
-        for rows, values in self._parts():
-            if isinstance(values, float):
-                log.fill(rows, values)
+        for rows, operand in self._parts():
+            if isinstance(operand, np.ndarray):
+                log.put_rows(rows, operand)
             else:
-                log.put_rows(rows, torch.from_numpy(values))
+                log.fill(rows, operand)
 
     def calculate(self, log: EditLog, operator: str) -> None:
         """Record an operator on the rows."""
         exceptions = self._exceptions()
         if exceptions is not None:
             background, positions, values = exceptions
-            register = log.save(positions)
-            if not _changes_nothing(operator, background):
+            steps = ((operator, values),)
+            if _changes_nothing(operator, background):
+                log.edit_positions(positions, steps)
+            elif operator == "+" and background == 0.0 and _has_no_zero(values):
+                # Adding 0.0 turns -0.0 into 0.0, and both have the same sum with any other number.
                 log.edit_rows(self._rows, operator, background)
-            log.restore(positions, register, [(operator, values)])
+                log.edit_positions(positions, steps)
+            else:
+                register = log.save(positions)
+                log.edit_rows(self._rows, operator, background)
+                log.restore(positions, register, steps)
             return
-        for rows, values in self._parts():
-            log.edit_rows(rows, operator, values if isinstance(values, float) else torch.from_numpy(values))
+        for rows, operand in self._parts():
+            log.edit_rows(rows, operator, operand)
 
-    def _exceptions(self) -> tuple[float, npt.NDArray[np.int64], Operand] | None:
+    def _exceptions(self) -> tuple[float, Positions, Operand] | None:
         """Return the number that is nearly everywhere, and the positions with other values, and these."""
         if self._values.shape[1] < self._vocab_size:
             return None
-        found = _background(self._values)
+        found = _Background.of(self._values)
         if found is None:
             return None
-        background, places = found
-        if len(self._values) == 1 < len(self._rows):
-            if len(places) * len(self._rows) * _FEW > self._vocab_size:
-                return None
-            columns = places
-            positions = (np.array(self._rows, np.int64)[:, None] * self._vocab_size + columns).reshape(-1)
-        else:
+        places, values = found.places, found.values
+        if len(self._values) > 1:
             own_rows, columns = np.divmod(places, self._vocab_size)
             positions = np.array(self._rows, np.int64)[own_rows] * self._vocab_size + columns
-        values = self._values.detach().reshape(-1).numpy()[places]
-        if len(values) and (values.view(np.int32) == values.view(np.int32)[0]).all() and _is_certain(float(values[0])):
-            return background, positions, float(values[0])
-        return background, positions, np.tile(values, len(positions) // max(len(values), 1))
+        elif len(self._rows) == 1:
+            positions = places + self._rows[0] * self._vocab_size
+        elif len(places) * len(self._rows) * _FEW > self._vocab_size:
+            return None
+        else:
+            positions = (np.array(self._rows, np.int64)[:, None] * self._vocab_size + places).reshape(-1)
+            values = np.tile(values, len(self._rows))
+        number = _only_number(values)
+        return found.number, positions.astype(np.uint32), values if number is None else number
 
     def _parts(self) -> list[tuple[Sequence[int], Operand]]:
         """Return rows and their operands."""
-        values = self._values.detach().numpy()
-        if values.shape[1] < self._vocab_size:
-            parts: list[Operand] = [float(number) for number in values[:, 0]]
-        else:
-            parts = list(values)
+        is_column = self._values.shape[1] < self._vocab_size
+        parts: list[Operand] = self._values[:, 0].tolist() if is_column else list(self._values)
         if len(parts) == 1:
             return [(self._rows, parts[0])]
         return [((row,), part) for row, part in zip(self._rows, parts, strict=True)]
@@ -187,17 +192,36 @@ def _changes_nothing(operator: str, number: float) -> bool:
     return operator in ("+", "-") and number == 0.0 and math.copysign(1.0, number) == (-1.0 if operator == "+" else 1.0)
 
 
-def _background(values: torch.Tensor) -> tuple[float, npt.NDArray[np.int64]] | None:
-    """Return the number of nearly all elements, and the places of the others; None if there is none."""
-    bits = np.ascontiguousarray(values.detach().numpy()).reshape(-1).view(np.int32)
-    # Its number is that of two in three elements, if not by chance.
-    first, middle, last = bits[0], bits[len(bits) // 2], bits[-1]
-    likely = first if first in (middle, last) else middle
-    number = float(likely.view(np.float32))
-    sample = bits[:: len(bits) // _SAMPLE + 1]
-    if not _is_certain(number) or np.count_nonzero(sample != likely) * 3 > len(sample):
-        return None
-    differs = bits != likely
-    if np.count_nonzero(differs) * _FEW > len(bits):
-        return None
-    return number, differs.nonzero()[0]
+def _has_no_zero(values: Operand) -> bool:
+    return bool(values.all()) if isinstance(values, np.ndarray) else values != 0.0
+
+
+def _only_number(values: Floats) -> float | None:
+    """Return the number that float32 [n] consists of; None if there are others, or it has no elements."""
+    bits = values.view(np.int32)
+    is_same = len(set(bits.tolist())) == 1 if len(bits) <= FEW else bool((bits == bits[0]).all())
+    number = float(values[0]) if is_same else math.nan
+    return number if _is_certain(number) else None
+
+
+class _Background(NamedTuple):
+    """The number of nearly all elements of a tensor, and the places and values of the others."""
+
+    number: float
+    places: npt.NDArray[np.intp]
+    values: Floats
+
+    @classmethod
+    def of(cls, values: Floats) -> _Background | None:
+        """Return the background of float32 values, of any shape; None if there is none."""
+        flat = values.reshape(-1)
+        bits = flat.view(np.int32)
+        sample = bits[:: len(bits) // _SAMPLE + 1].tolist()
+        # Its number is that of two in three elements, if not by chance.
+        first, middle, last = sample[0], sample[len(sample) // 2], sample[-1]
+        likely = first if first in (middle, last) else middle
+        number = float(np.int32(likely).view(np.float32))
+        if not _is_certain(number) or sample.count(likely) * 3 < len(sample) * 2:
+            return None
+        (places,) = (bits != likely).nonzero()
+        return cls(number, places, flat[places]) if len(places) * _FEW <= len(bits) else None

@@ -13,7 +13,7 @@ import torch
 
 from logitship.sampler.edits.edit_operations import MAX_STEPS, Operand
 
-from .promised_index import Cells, Mask, Rows, Selection, few_positions, plain_index
+from .promised_index import Cells, Mask, Rows, Selection, few_positions, is_everything, plain_index
 from .promised_memory import Memory
 from .promised_operands import DenseOperand, is_plain, operand_of, scalar_of
 
@@ -103,45 +103,52 @@ class LogitsView:
 
     def put(self, index: Any, value: Any) -> bool:
         """Assign to what an index selects."""
-        memory = self.memory
-        if not memory.is_pending:
+        if not self.memory.is_pending:
             return False
         number = scalar_of(value)
-        if number is not None:
-            value = number
-            positions = few_positions(self.rows, self.is_one, memory.source.vocab_size, index)
-            if positions is not None:
-                memory.log.put_each(positions, number)
-                memory.limit()
-                return True
+        return self._put_value(index, value) if number is None else self._put_number(index, number)
+
+    def _put_number(self, index: Any, number: float) -> bool:
+        memory = self.memory
+        positions = few_positions(self.rows, self.is_one, memory.source.vocab_size, index)
+        if positions is not None:
+            memory.log.put_each(positions, number)
+        elif is_everything(index):
+            memory.log.fill(self.rows, number)
+        else:
+            chosen = self.select(index)
+            if isinstance(chosen, Cells):
+                memory.log.put(chosen.positions, number)
+            elif isinstance(chosen, Rows):
+                memory.log.fill(chosen.rows, number)
+            elif isinstance(chosen, Mask):
+                put_mask(memory, chosen.rows, chosen.mask, number)
+            else:
+                return False
+        memory.limit()
+        return True
+
+    def _put_value(self, index: Any, value: Any) -> bool:
+        memory = self.memory
         chosen = self.select(index)
-        if chosen is None:
-            return False
         if isinstance(chosen, Rows):
             shape = (len(chosen.rows), memory.source.vocab_size)
-            return self.put_rows(chosen.rows, shape[1:] if chosen.is_one else shape, value)
+            return self._put_rows(chosen.rows, shape[1:] if chosen.is_one else shape, value)
         if isinstance(chosen, Mask):
-            if number is not None:
-                return put_mask(memory, chosen.rows, chosen.mask, number)
             chosen = chosen.cells(memory.source.vocab_size)
         return chosen is not None and put_cells(memory, chosen, value)
 
-    def put_rows(self, rows: Sequence[int], shape: tuple[int, ...], value: Any) -> bool:
-        """Assign to whole rows; `shape` is that of the destination."""
-        memory = self.memory
-        number = scalar_of(value)
-        if number is not None:
-            memory.log.fill(rows, number)
-        elif isinstance(value, LogitsView):
+    def _put_rows(self, rows: Sequence[int], shape: tuple[int, ...], value: Any) -> bool:
+        """Assign a tensor to whole rows; `shape` is that of the destination."""
+        if isinstance(value, LogitsView):
             return self._put_promised(rows, shape, value)
-        else:
-            if is_plain(value, torch.float32) and value.ndim == len(shape) + 1 and len(value) == 1:
-                value = value[0]
-            operand = DenseOperand.of(value, rows, shape)
-            if operand is None:
-                return False
-            operand.put(memory.log)
-        memory.limit()
+        if is_plain(value, torch.float32) and value.ndim == len(shape) + 1 and len(value) == 1:
+            value = value[0]
+        operand = DenseOperand.of(value, rows, shape)
+        if operand is None:
+            return False
+        operand.put(self.memory.log)
+        self.memory.limit()
         return True
 
     def _put_promised(self, rows: Sequence[int], shape: tuple[int, ...], value: LogitsView) -> bool:
@@ -195,13 +202,14 @@ class LogitsView:
         if mask.shape == (len(self.rows), 1) and not self.is_one:
             chosen = [row for row, is_set in zip(self.rows, mask.squeeze(1).tolist(), strict=True) if is_set]
             memory.log.fill(chosen, number)
-            memory.limit()
-            return True
-        if mask.shape == (1, vocab_size) and not self.is_one:
-            mask = mask[0]
-        if mask.shape not in ((vocab_size,), self.shape):
+        elif mask.shape == (1, vocab_size) and not self.is_one:
+            put_mask(memory, self.rows, mask[0], number)
+        elif mask.shape in ((vocab_size,), self.shape):
+            put_mask(memory, self.rows, mask, number)
+        else:
             return False
-        return put_mask(memory, self.rows, mask, number)
+        memory.limit()
+        return True
 
 
 class CellView:
@@ -240,8 +248,7 @@ class CellView:
     def put(self, index: Any, value: Any) -> bool:
         """Assign to all elements."""
         # A slice of a single element raises.
-        is_all = index is Ellipsis or (self.shape and type(index) is slice and index == slice(None))
-        if not self.memory.is_pending or not is_all:
+        if not self.memory.is_pending or not is_everything(index) or (not self.shape and index is not Ellipsis):
             return False
         return put_cells(self.memory, self._cells, value)
 
@@ -256,16 +263,7 @@ class CellView:
 
     def calculate(self, operator: str, operand: Any) -> bool:
         """Apply an operator to all elements, in place."""
-        if not self.memory.is_pending:
-            return False
-        step = operand_of(operand, self.shape)
-        if step is None:
-            return False
-        log = self.memory.log
-        positions = self._cells.positions
-        log.restore(positions, log.save(positions), [(operator, step)])
-        self.memory.limit()
-        return True
+        return self.memory.is_pending and calculate_cells(self.memory, self._cells, operator, operand)
 
     def fill_mask(self, mask: Any, value: Any) -> bool:
         """Return False: such masks are not recorded."""
@@ -397,7 +395,17 @@ def put_cells(memory: Memory, cells: Cells, value: Any) -> bool:
     return True
 
 
-def put_mask(memory: Memory, rows: Sequence[int], mask: torch.Tensor, number: float) -> bool:
+def calculate_cells(memory: Memory, cells: Cells, operator: str, operand: Any) -> bool:
+    """Apply an operator to distinct elements."""
+    own = operand_of(operand, cells.shape)
+    if own is None:
+        return False
+    memory.log.edit_positions(cells.positions, ((operator, own),))
+    memory.limit()
+    return True
+
+
+def put_mask(memory: Memory, rows: Sequence[int], mask: torch.Tensor, number: float) -> None:
     """Put a number where a mask, bool [vocab] or [rows, vocab], is set."""
     if mask.ndim == 2 and len(rows) == 1:
         mask = mask[0]
@@ -413,8 +421,6 @@ def put_mask(memory: Memory, rows: Sequence[int], mask: torch.Tensor, number: fl
         memory.log.put(positions, number)
     else:
         memory.log.put_mask(rows, mask, number)
-    memory.limit()
-    return True
 
 
 def calculated(values: torch.Tensor, operator: str, operand: Operand) -> torch.Tensor:

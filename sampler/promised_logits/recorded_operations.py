@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from .promised_tensor import (
     unwrapped,
     wrap,
 )
-from .promised_values import LogitsView, State, Values, cells_of, put_cells
+from .promised_values import LogitsView, State, Values, calculate_cells, cells_of, put_cells
 
 
 def _in_place(change: Callable[[State, tuple[Any, ...]], bool], *names: str) -> RecordOperation:
@@ -197,8 +198,7 @@ def _scatter_add(state: State, args: tuple[Any, ...]) -> bool:
 def _add_at(state: State, cells: Cells | None, source: torch.Tensor) -> bool:
     if cells is None or not cells.is_unique or tuple(source.shape) != cells.shape:
         return False
-    values = Values.saved(state.memory, cells)
-    return values.calculate("+", source) and state.memory.is_pending and values.restore(state.memory, cells)
+    return calculate_cells(state.memory, cells, "+", source)
 
 
 def _scattered(state: State, dim: Any, index: Any) -> Cells | None:
@@ -342,6 +342,15 @@ def _select(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 _ELEMENT = torch.empty(())
 """Has the dtype and the device of logits."""
+_MAX_SHAPES = 64
+"""Most shapes of which a tensor is kept."""
+
+
+@lru_cache(_MAX_SHAPES)
+def _of_shape(shape: tuple[int, ...]) -> torch.Tensor:
+    """Return an unused tensor of that shape."""
+    # It has the memory of one element, and what is made like an overlapping tensor is contiguous.
+    return _ELEMENT.expand(shape)
 
 
 def _shaped_like(function: Callable[..., Any]) -> RecordOperation:
@@ -350,8 +359,7 @@ def _shaped_like(function: Callable[..., Any]) -> RecordOperation:
     def record(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not args or not has_known_layout(args[0]):
             return NotImplemented
-        # It has no more memory, and what is made like an overlapping tensor is contiguous.
-        return function(_ELEMENT.expand(args[0].promised_state.shape), *args[1:], **kwargs)
+        return function(_of_shape(args[0].promised_state.shape), *args[1:], **kwargs)
 
     return record
 

@@ -44,8 +44,8 @@ def logs_by_row(draw: st.DrawFn, rows: int) -> EditLog:
             row in registers and log.restore(positions(row)[::-1], registers[row], [(operator, numbers[row % 2])])
         ),
         lambda row: log.edit_rows([row], operator, numbers[row % 2]),
-        lambda row: log.edit_rows([row], operator, vector),
-        lambda row: log.put_rows([row], vector),
+        lambda row: log.edit_rows([row], operator, vector.numpy()),
+        lambda row: log.put_rows([row], vector.numpy()),
         lambda row: log.put_mask([row], vector > 0, number),
     ]
     program = draw(st.lists(st.sampled_from(steps), max_size=6))
@@ -89,9 +89,9 @@ def logs(draw: st.DrawFn, rows: int) -> EditLog:
             operand = draw(st.sampled_from([number, values]))
             log.restore(unique, registers.index(count), draw(st.sampled_from([(), [(operator, operand)]])))
         elif kind == 5:
-            log.edit_rows(chosen, operator, draw(st.sampled_from([number, vector])))
+            log.edit_rows(chosen, operator, draw(st.sampled_from([number, vector.numpy()])))
         elif kind == 6:
-            log.put_rows(chosen, vector)
+            log.put_rows(chosen, vector.numpy())
         elif kind == 7:
             log.put_mask(chosen, vector > 0, number)
         elif kind == 8:

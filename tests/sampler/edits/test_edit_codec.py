@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import struct
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -23,7 +24,7 @@ def test_vectors_are_sent_once() -> None:
     generator = torch.Generator().manual_seed(0)
     for number in torch.randint(len(vectors), (200,), generator=generator).tolist():
         log = EditLog(1, VOCAB)
-        log.edit_rows([0], "+", vectors[number])
+        log.edit_rows([0], "+", vectors[number].numpy())
         data = encode(log, sender)
         sizes.append(len(data))
         logits = torch.zeros(1, VOCAB)
@@ -37,7 +38,7 @@ def test_vector_with_other_bits_is_another_vector() -> None:
     sender, store = VectorSender(), VectorStore(VOCAB)
     for zero in (0.0, -0.0):
         log = EditLog(1, VOCAB)
-        log.put_rows([0], torch.full((VOCAB,), zero))
+        log.put_rows([0], np.full(VOCAB, zero, np.float32))
         logits = torch.ones(1, VOCAB)
         apply_edits(logits, [(range(1), decode(encode(log, sender), 1, VOCAB, store))])
         assert bits(logits) == bits(torch.full((1, VOCAB), zero))
@@ -52,7 +53,7 @@ def test_recent_vectors_notice_changes() -> None:
     for call in range(6):
         log = EditLog(1, VOCAB, recent)
         for token in range(2):
-            log.edit_rows([0], "+", vector)
+            log.edit_rows([0], "+", vector.numpy())
             expected += vector
             if call == 1:
                 vector[token] += 1.0

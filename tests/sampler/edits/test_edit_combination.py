@@ -127,11 +127,11 @@ def test_vector_for_each_row() -> None:
     log = EditLog(8, VOCAB)
     vector = torch.randn(VOCAB)
     for row in range(8):
-        log.edit_rows([row], "+", vector)
+        log.edit_rows([row], "+", vector.numpy())
     assert sent(log) == ["EditRows"]
     vector.zero_()  # the log has its own
     assert sent(log) == ["EditRows"]
-    log.edit_rows([0], "+", vector)
+    log.edit_rows([0], "+", vector.numpy())
     assert sent(log) == ["EditRows", "EditRows"]
 
 

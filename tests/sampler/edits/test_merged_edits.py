@@ -55,8 +55,8 @@ def all_edits() -> EditLog:
     log.restore([3, 4], register, [("*", 2.0), ("/", vector[:2].numpy())])
     log.restore([2 * VOCAB, 5], log.save([2 * VOCAB, 5]), [("+", 2.0), ("*", vector[:2].numpy())])
     log.edit_rows([0, 2, 3], "/", 0.7)
-    log.edit_rows([0, 2], "-", vector)
-    log.put_rows([1, 4], vector)
+    log.edit_rows([0, 2], "-", vector.numpy())
+    log.put_rows([1, 4], vector.numpy())
     log.put_mask([0, 4], vector > 0, -math.inf)
     log.put_mask([1, 3], torch.stack((vector, -vector)) > 0, -math.inf)
     return log
