@@ -6,7 +6,8 @@ operation that needs a value fetches the logits, on which the recorded edits are
 works on these.
 
 Assumptions:
-* The author's code does not depend on when one of the tensors is freed: they are used again, see `take_back`.
+* The author's code does not depend on when one of the tensors is freed: they are used again, see `take_back` and
+  `Promise.begin`.
 
 Guarantees:
 * The results have the same bits as those of a call with the real logits.
@@ -30,7 +31,7 @@ add_recorded_operations()
 
 
 class Promise:
-    """The promised logits of one call.
+    """The promised logits of one call, and later of others: to make the objects behind them takes longer than to edit.
 
     Args:
         source: fetches them, if their values are used.
@@ -49,7 +50,7 @@ class Promise:
     def begin(
         cls, num_rows: int, vocab_size: int, fetch: Callable[[], torch.Tensor], recent: RecentCalls | None = None
     ) -> Promise:
-        """Begin a call, with the promise of an earlier one that nobody refers to any more if there is one.
+        """Begin a call. Its promise is that of an earlier call, if nobody refers to the tensors of one any more.
 
         See `Source` for the arguments.
         """

@@ -29,7 +29,7 @@ class RecentCalls:
         vectors: copies of vectors.
         selections: what indices select.
         tensors: promised tensors that nothing refers to any more, by shape.
-        promises: promises to whose tensors nothing refers any more, by the shape of their logits.
+        promises: promises whose tensors nothing refers to any more, by the shape of their logits.
     """
 
     vectors: RecentVectors = field(default_factory=RecentVectors)
@@ -92,7 +92,7 @@ class Source:
         self._memories: list[weakref.ref[Memory]] = []
 
     def begin(self, fetch: Callable[[], torch.Tensor]) -> None:
-        """Begin another call. Nothing was read in the last one, and only its first memory is still used."""
+        """Begin another call, after one that read nothing. Only the first memory is still used."""
         self._fetch = fetch
         self.most_tensors = MIN_GIVEN
         del self._memories[1:]
@@ -169,7 +169,7 @@ class Memory:
         source.add(self)
 
     def clear(self) -> None:
-        """Have no edits, as before the first call."""
+        """Forget the edits. To be called after a call that read nothing."""
         self.log = EditLog(self.source.num_rows, self.source.vocab_size, self.source.recent.vectors)
 
     def read(self) -> torch.Tensor:
