@@ -63,12 +63,12 @@ def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdi
 
 def _with_arithmetic_in_place(edits: GroupEdits) -> GroupEdits:
     """Make one edit of each `Save` whose values are only restored at once, where they were."""
+    if not any(type(edit) is Restore and type(last) is Save for last, edit in pairwise(edits)):
+        return edits
     num_restored: dict[int, int] = {}
     for edit in edits:
         if type(edit) is Restore:
             num_restored[edit.register] = num_restored.get(edit.register, 0) + 1
-    if not num_restored:
-        return edits
     changed: list[Edit] = []
     numbers: dict[int, int] = {}  # of the registers that are left
     last: Edit | None = None

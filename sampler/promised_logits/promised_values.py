@@ -83,12 +83,11 @@ class LogitsView:
         """Return what an index selects."""
         if not self.memory.is_pending:
             return None
-        vocab_size = self.memory.source.vocab_size
         chosen = self.select(index)
         if isinstance(chosen, Rows):
             return self._rows_at(chosen)
         if isinstance(chosen, Mask):
-            chosen = chosen.cells(vocab_size)
+            chosen = chosen.cells(self.memory.source.vocab_size)
         if chosen is None:
             return None
         return CellView(self, index, chosen) if chosen.is_view else Values.saved(self.memory, chosen)

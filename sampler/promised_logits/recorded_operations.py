@@ -259,8 +259,11 @@ def _tensor_where(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     return _where((args[1], args[0], args[2]), kwargs) if len(args) == 3 else NotImplemented
 
 
-def _clone(state: State, args: tuple[Any, ...]) -> bool:
-    return not args
+def _clone(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    if len(args) != 1 or kwargs or type(args[0]) is not PromisedLogits:
+        return NotImplemented
+    copy = args[0].promised_state.copy()
+    return NotImplemented if copy is None else wrap(copy)
 
 
 def _same(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -409,7 +412,7 @@ _RECORDED: dict[Callable[..., Any], RecordOperation] = {
     **dict.fromkeys((_T.index_select, torch.index_select), _index_select),
     torch.where: _where,
     _T.where: _tensor_where,
-    **dict.fromkeys((_T.clone, torch.clone), _out_of_place(_clone)),
+    **dict.fromkeys((_T.clone, torch.clone), _clone),
     **dict.fromkeys((_T.detach, torch.detach, _T.data.__get__), _alias),  # type: ignore[attr-defined]
     _T.contiguous: _contiguous,
     **dict.fromkeys((_T.float, _T.cpu), _same),
