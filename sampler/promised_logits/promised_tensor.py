@@ -149,11 +149,11 @@ def take_back(source: Source) -> bool:
     """
     # Threads of the author may be given others meanwhile.
     tensors, source.tensors = source.tensors, []
-    for tensor, count in zip(tensors, [*map(getrefcount, tensors)], strict=True):
+    for place, count in enumerate([*map(getrefcount, tensors)]):
         if count > _LISTED:
-            source.tensors.append(tensor)
+            source.tensors.append(tensors[place])
         elif not source.was_read:
-            _keep_unused(tensor, source.recent.tensors)
+            _keep_unused(tensors[place], source.recent.tensors)
     source.most_tensors = 2 * len(source.tensors) + MIN_GIVEN
     return not source.tensors
 
