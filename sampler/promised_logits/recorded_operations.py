@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -345,15 +344,6 @@ def _select(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 _ELEMENT = torch.empty(())
 """Has the dtype and the device of logits."""
-_MAX_SHAPES = 64
-"""Most shapes of which a tensor is kept."""
-
-
-@lru_cache(_MAX_SHAPES)
-def _of_shape(shape: tuple[int, ...]) -> torch.Tensor:
-    """Return an unused tensor of that shape."""
-    # It has the memory of one element, and what is made like an overlapping tensor is contiguous.
-    return _ELEMENT.expand(shape)
 
 
 def _shaped_like(function: Callable[..., Any]) -> RecordOperation:
@@ -362,7 +352,9 @@ def _shaped_like(function: Callable[..., Any]) -> RecordOperation:
     def record(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if not args or not has_known_layout(args[0]):
             return NotImplemented
-        return function(_of_shape(args[0].promised_state.shape), *args[1:], **kwargs)
+        # It has no more memory, and what is made like an overlapping tensor is contiguous. Not kept for later calls:
+        # in a transform such as `torch.func.grad`, it belongs to that.
+        return function(_ELEMENT.expand(args[0].promised_state.shape), *args[1:], **kwargs)
 
     return record
 
