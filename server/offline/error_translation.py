@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from logitship.client.errors import GenerationError, LogitshipError, ProcessorFault
+from logitship.client.errors import GenerationError, ProcessorFault
+from logitship.server.engine.failures import STOPPED
 from logitship.server.refusals import RequestRefused, ServiceUnavailable
 from logitship.server.requests.messages import RequestError
 
@@ -30,13 +31,18 @@ def error_of_refusal(refused: RequestRefused) -> Exception:
     return InvalidRequest(refused.message, param=refused.param)
 
 
-def error_of_failure(error: RequestError, partial: Any) -> LogitshipError:
+def error_of_failure(error: RequestError, partial: Any) -> Exception:
     """Return the exception for a request that ended with an error.
+
+    Once an engine is stopped, a request ends with an error, is refused or is cancelled, depending on how far it got:
+    callers see a `RuntimeError` for each of them.
 
     Args:
         error: the engine's error.
         partial: the output before the error.
     """
+    if error == STOPPED:
+        return RuntimeError("this object was shut down while the request ran")
     if error.digest is None:
         return GenerationError(error.message, type=error.type, traceback=error.traceback, partial=partial)
     fault = ProcessorFault(

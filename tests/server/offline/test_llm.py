@@ -7,6 +7,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -233,6 +234,26 @@ def test_shutdown_ends_call_of_another_thread(make_llm: MakeLLM) -> None:
     with pytest.raises(RuntimeError, match="this LLM was shut down"):
         llm.chat([{"role": "user", "content": "a"}])
     llm.shutdown()
+
+
+def test_stop_of_engine_that_cannot_abort_is_runtime_error(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop an engine that takes a request too late to abort it."""
+    llm = make_llm()
+    running, stopping = threading.Event(), threading.Event()
+    monkeypatch.setattr(llm._engine, "_abort_where", lambda matches: stopping.set())
+
+    def wait_for_stop(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
+        running.set()
+        assert stopping.wait(60)
+        return logits
+
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True, logits_processors=[wait_for_stop])
+    with ThreadPoolExecutor() as threads:
+        call = threads.submit(quiet, llm, ["a"], params)
+        assert running.wait(60)
+        llm._engine.stop()
+        with pytest.raises(RuntimeError, match="this object was shut down while the request ran"):
+            call.result(60)
 
 
 def own_threads(llm: LLM) -> list[threading.Thread]:
