@@ -56,14 +56,19 @@ def edit(
     """
     # Another tensor on the same memory: changes of its shape, dtype or gradient do not affect `logits`.
     given = logits.detach()
-
-    def run() -> None:
+    try:
         result = call(function, given, *arguments)
         # Inside: the result may be a subclass of Tensor, whose methods are the author's code.
         if result is not given or given.dtype is not logits.dtype or not given.is_set_to(logits):
             take_over(result, logits)
-
-    guard(run, name=name, digest=digest, shipped_class=shipped_class, in_sandbox=in_sandbox)
+    # No exception, not even `SystemExit`, must end the engine's thread.
+    except BaseException as error:  # noqa: BLE001  # boundary: author code
+        fault = _fault(error, name=name, digest=digest, shipped_class=shipped_class, in_sandbox=in_sandbox)
+    else:
+        return
+    # Outside the except block, so that the fault does not reference the author's exception and the tensors in its
+    # frames.
+    raise fault
 
 
 def guard(
@@ -88,16 +93,11 @@ def guard(
     """
     try:
         function()
-    except BadResult as bad:
-        fault = ProcessorFault(f"processor {name} returned {bad}", digest=digest, name=name, kind="bad_result")
-    # No exception, not even `SystemExit`, must end the engine's thread.
     except BaseException as error:  # noqa: BLE001  # boundary: author code
-        fault = exception_fault(error, name=name, digest=digest, shipped_class=shipped_class, in_sandbox=in_sandbox)
+        fault = _fault(error, name=name, digest=digest, shipped_class=shipped_class, in_sandbox=in_sandbox)
     else:
         return
-    # Outside the except block, so that the fault does not reference the author's exception and the tensors in its
-    # frames.
-    raise fault
+    raise fault  # outside the except block, as in `edit`
 
 
 def call(function: Callable[..., T], *arguments: Any) -> T:
@@ -184,6 +184,15 @@ def take_over(result: object, logits: torch.Tensor) -> None:
     # A result that shares memory with `logits` may overlap its destination.
     shared = plain.untyped_storage().data_ptr() == logits.untyped_storage().data_ptr()
     logits.copy_(plain.clone() if shared else plain)
+
+
+def _fault(
+    error: BaseException, *, name: str, digest: str, shipped_class: type | None, in_sandbox: bool
+) -> ProcessorFault:
+    """Return the fault of a processor that raised, or whose result is invalid, see `edit`."""
+    if issubclass(type(error), BadResult):  # isinstance() trusts the object's `__class__`
+        return ProcessorFault(f"processor {name} returned {error}", digest=digest, name=name, kind="bad_result")
+    return exception_fault(error, name=name, digest=digest, shipped_class=shipped_class, in_sandbox=in_sandbox)
 
 
 def exception_fault(

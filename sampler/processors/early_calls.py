@@ -24,7 +24,7 @@ from logitship.sampler.edits.edit_operations import EditRows, Fill, GroupEdits, 
 from logitship.sampler.edits.row_selection import finite_tokens, is_row_wise, select_rows
 
 from .deferred_calls import BEFORE_ALL, DeferredCall, DeferredCalls
-from .executor import CollectEdits, LoadedProcessor, Run, RunOutcome
+from .executor import CollectEdits, LoadedProcessor, LocalGroup, Run, RunOutcome
 from .processor_groups import GroupRow, GroupStage, ProcessorGroup, ProcessorUse
 
 MAX_WAIT = 0.01
@@ -279,7 +279,8 @@ class EarlyCalls:
                 self._begin(group)
 
     def _begin(self, group: ProcessorGroup) -> EarlyCall | None:
-        run = group.executor_group.promise()
+        executor_group = group.executor_group
+        run = None if isinstance(executor_group, LocalGroup) else executor_group.promise()
         if run is None:
             return None
         self._deferred.begun(group, run)

@@ -8,6 +8,7 @@ that it loaded, and can be serialized for sandboxes.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,6 +136,9 @@ class ExecutorRow(Protocol):
         ...
 
 
+NO_FAULTS: Mapping[int, ProcessorFault] = MappingProxyType({})
+"""Faults of a call without faults."""
+
 LogitsUse: TypeAlias = Literal["given", "unread", "read"]
 """Use that a call makes of its logits' values, see `RunOutcome`."""
 
@@ -155,7 +159,7 @@ class RunOutcome(NamedTuple):
     """
 
     seconds: float
-    faults: Mapping[int, ProcessorFault] = MappingProxyType({})
+    faults: Mapping[int, ProcessorFault] = NO_FAULTS
     row_by_row: bool = False
     charged: float = 0.0
     occupied: float = 0.0
@@ -195,10 +199,7 @@ class Run(Protocol):
         ...
 
     def wait(self, timeout: float) -> bool:
-        """Wait until `finish` will not have to, for at most `timeout` seconds. Return whether that is so.
-
-        True at once for a processor that runs in this process, and is called by `finish`.
-        """
+        """Wait until `finish` will not have to, for at most `timeout` seconds. Return whether that is so."""
         ...
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
@@ -226,7 +227,10 @@ class Run(Protocol):
 
 
 class ExecutorGroup(Protocol):
-    """The rows of one processor at its executor. Valid until the batch changes."""
+    """The rows of one processor at its executor, which runs elsewhere while this process goes on.
+
+    Valid until the batch changes.
+    """
 
     def promise(self) -> Run | None:
         """Begin a call before its logits exist, see `promised_logits`. `Run.provide` must follow if it needs them.
@@ -247,6 +251,29 @@ class ExecutorGroup(Protocol):
                 gets this tensor object, though its tensor may share the memory.
         """
         ...
+
+    def call(self, logits: torch.Tensor) -> RunOutcome:
+        """Call the processor, and wait until the call has ended.
+
+        Args:
+            logits: see `begin`.
+        """
+        ...
+
+
+class LocalGroup(ABC):
+    """The rows of a processor that runs in this process. Like an `ExecutorGroup`, but with nothing to wait for.
+
+    No call begins before its logits exist: on the threads of this process, the model computes first.
+    """
+
+    @abstractmethod
+    def call(self, logits: torch.Tensor) -> RunOutcome:
+        """Call the processor. There is no deadline.
+
+        Args:
+            logits: see `ExecutorGroup.begin`.
+        """
 
 
 class ExecutorUnavailable(Exception):
@@ -325,12 +352,15 @@ class ProcessorExecutor(Protocol):
         """Register a sequence that was given a row of the batch."""
         ...
 
-    def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> ExecutorGroup:
+    def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> ExecutorGroup | LocalGroup:
         """Group the rows that the processor is called for until the batch changes.
 
         Args:
             processor: the processor of all rows.
             rows: results of `attach`, in row order.
+
+        Returns:
+            A `LocalGroup` if the processor runs in this process.
         """
         ...
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from logitship.client.errors import ProcessorFault
 from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.author_code.calls import duplicate
 
-from .executor import PREPARED_KEY, CollectEdits, ExecutorRow, ExecutorSequence, LoadedProcessor, RunOutcome
+from .executor import NO_FAULTS, PREPARED_KEY, ExecutorRow, ExecutorSequence, LoadedProcessor, LocalGroup, RunOutcome
 from .request_view import OutputFollower, RequestView
 
 if TYPE_CHECKING:
@@ -134,19 +134,16 @@ class LocalExecutor(ABC):
         """See `ProcessorExecutor.attach`."""
         return LocalRow(processor, sequence, self._count_first_use)
 
-    def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> LocalGroup:
+    def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> GroupCaller:
         """See `ProcessorExecutor.group`."""
-        return LocalGroup(self, processor, [row for row in rows if isinstance(row, LocalRow)])
+        return GroupCaller(self, processor, [row for row in rows if isinstance(row, LocalRow)])
 
     def _count_first_use(self) -> None:
         self._num_first_uses += 1
 
 
-class LocalGroup:
-    """An `ExecutorGroup` whose processor runs in this process. It is its own `Run`: it has one call at a time.
-
-    `finish` makes the call, so that processors in other processes can run in the meantime.
-    """
+class GroupCaller(LocalGroup):
+    """Calls the processor of an executor for the rows of a group."""
 
     def __init__(self, executor: LocalExecutor, processor: LoadedProcessor, rows: Sequence[LocalRow]) -> None:
         self._executor = executor
@@ -155,50 +152,22 @@ class LocalGroup:
         self._params = [row.params for row in rows]
         self._used_outputs: list[OutputFollower] = []
         self._num_first_uses = -1
-        self._logits: torch.Tensor | None = None
 
-    def promise(self) -> None:
-        """See `ExecutorGroup.promise`. Return None: on the threads of this process, the model computes first."""
-
-    def needs_logits(self) -> bool:
-        """See `Run.needs_logits`. Never called: no call is begun by `promise`."""
-        raise AssertionError("the call was begun with its logits")
-
-    def provide(self, logits: torch.Tensor) -> None:
-        """See `Run.provide`. Never called: no call is begun by `promise`."""
-        raise AssertionError("the call was begun with its logits")
-
-    def begin(self, logits: torch.Tensor, spent: float = 0.0) -> LocalGroup:
-        """See `ExecutorGroup.begin`. There is no deadline."""
-        self._logits = logits
-        return self
-
-    def wait(self, timeout: float) -> bool:
-        """See `Run.wait`."""
-        return True
-
-    def lower_priority(self) -> None:
-        """See `Run.lower_priority`. `finish` calls the processor, in this thread."""
-
-    def defer(self, logits: torch.Tensor) -> None:
-        """See `Run.defer`."""
-        self._logits = logits
-
-    def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
-        """See `Run.finish`."""
-        logits, self._logits = self._logits, None
-        assert logits is not None
+    def call(self, logits: torch.Tensor) -> RunOutcome:
+        """See `LocalGroup.call`."""
         began = time.perf_counter()
+        faults: Mapping[int, ProcessorFault] = NO_FAULTS
         if self._used_outputs or self._num_first_uses != self._executor._num_first_uses:
             self._sync()
         try:
             result = self._executor.run(self._processor, logits, self._params)
+            if result is not logits:
+                logits.copy_(result)
         except ProcessorFault as fault:
             # One call serves all rows, so the row at fault cannot be identified: all of them fail.
-            return _outcome(began, dict.fromkeys(range(len(self._rows)), fault))
-        if result is not logits:
-            logits.copy_(result)
-        return _outcome(began, {})
+            faults = dict.fromkeys(range(len(self._rows)), fault)
+        seconds = time.perf_counter() - began
+        return RunOutcome(seconds, faults, occupied=seconds)
 
     def _sync(self) -> None:
         """Update the output lists that the processor may have kept."""
@@ -208,8 +177,3 @@ class LocalGroup:
             self._used_outputs = [row.output for row in self._rows if row.output.is_used]
         for output in self._used_outputs:
             output.sync()
-
-
-def _outcome(began: float, faults: dict[int, ProcessorFault]) -> RunOutcome:
-    seconds = time.perf_counter() - began
-    return RunOutcome(seconds, faults, occupied=seconds)

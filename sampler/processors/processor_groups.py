@@ -17,11 +17,13 @@ import torch
 from logitship.client.records import Receipt
 from logitship.sampler.edits.merged_edits import apply_edits
 
+from .executor import LocalGroup
+
 if TYPE_CHECKING:
     from logitship.sampler.edits.edit_operations import GroupEdits
     from logitship.sampler.sampling_params import SamplingParams
 
-    from .executor import CollectEdits, ExecutorRow, LoadedProcessor, LogitsUse, RunOutcome
+    from .executor import CollectEdits, ExecutorGroup, ExecutorRow, LoadedProcessor, LogitsUse, RunOutcome
 
 
 @dataclass(eq=False)
@@ -190,6 +192,7 @@ class ProcessorGroup:
         rows: row numbers, ascending.
         is_adjacent: True if the rows are consecutive, so that they are a view of the logits.
         is_last: True if nothing edits their logits afterwards.
+        executor_group: the rows at the processor's executor.
     """
 
     def __init__(
@@ -238,10 +241,11 @@ class ProcessorGroup:
         if outcome.printed:
             for member in self.members:
                 member.use.add_printed(outcome.printed)
-        steps, seconds = int(not self.again), total / num_rows
-        if self._count is not None and not faults:
-            self._count.steps += steps
-            self._count.seconds += seconds
+        steps, seconds = 0 if self.again else 1, total / num_rows
+        count = self._count
+        if count is not None and not faults:
+            count.steps += steps
+            count.seconds += seconds
             return
         for place, member in enumerate(self.members):
             if place not in faults:
@@ -263,12 +267,25 @@ class GroupStage:
     Args:
         key: the stage's place in the run order.
         groups: groups in any order.
+
+    Attributes:
+        groups: all groups, by their first rows.
+        local: those whose processors run in this process.
+        concurrent: those whose processors run elsewhere in the meantime.
+        is_split: True if the rows of all groups can be taken at once.
     """
 
     def __init__(self, key: StageKey, groups: Iterable[ProcessorGroup]) -> None:
         self.key = key
         self.groups = sorted(groups, key=lambda group: group.rows[0])
-        self._is_split = len(self.groups) > 1 and all(group.is_adjacent for group in self.groups)
+        self.local: list[tuple[ProcessorGroup, LocalGroup]] = []
+        self.concurrent: list[tuple[ProcessorGroup, ExecutorGroup]] = []
+        for group in self.groups:
+            if isinstance(group.executor_group, LocalGroup):
+                self.local.append((group, group.executor_group))
+            else:
+                self.concurrent.append((group, group.executor_group))
+        self.is_split = len(self.groups) > 1 and all(group.is_adjacent for group in self.groups)
         sizes: list[int] = []
         self._pieces: list[tuple[ProcessorGroup, int]] = []
         end = 0
@@ -280,15 +297,9 @@ class GroupStage:
             end = group.rows[-1] + 1
         self._sizes, self._end = sizes, end
 
-    def rows_of(self, logits: torch.Tensor, group: ProcessorGroup) -> dict[ProcessorGroup, torch.Tensor]:
-        """Return the rows of a group in the batch's logits: a view if they are adjacent, else a copy.
-
-        And those of the other groups, if that takes no longer.
-        """
-        if not self._is_split:
-            return {group: group.rows_of(logits)}
-        # A third of the time of separate slices. "Unsafe" means that autograd does not track the pieces as views of one
-        # tensor.
+    def split(self, logits: torch.Tensor) -> dict[ProcessorGroup, torch.Tensor]:
+        """Return the rows of each group in the batch's logits, as views. In a third of the time of separate slices."""
+        # "Unsafe" means that autograd does not track the pieces as views of one tensor.
         rest = len(logits) - self._end
         pieces = torch.unsafe_split_with_sizes(logits.detach(), [*self._sizes, rest] if rest else self._sizes)
         return {each: pieces[piece] for each, piece in self._pieces}
@@ -325,9 +336,14 @@ class StageLogits:
 
     def rows_of(self, group: ProcessorGroup) -> torch.Tensor:
         """Return the rows of a group, float32 [rows, vocab]: a view if they are adjacent, else a copy."""
-        if group not in self._rows:
-            self._rows |= self._stage.rows_of(self._logits, group)
-        return self._rows[group]
+        rows = self._rows.get(group)
+        if rows is None:
+            if self._stage.is_split:
+                self._rows = self._stage.split(self._logits)
+                rows = self._rows[group]
+            else:
+                rows = self._rows[group] = group.rows_of(self._logits)
+        return rows
 
     def collector_of(self, group: ProcessorGroup) -> CollectEdits:
         """Return what takes the edits of a group, see `Run.finish`."""
@@ -348,8 +364,8 @@ class StageLogits:
                 self._rows.pop(group, None)  # a copy from before
 
     def write_back(self, group: ProcessorGroup) -> None:
-        """Write the rows of a group to the batch's logits, if they are a copy."""
-        if not group.is_adjacent and group in self._rows:
+        """Write the rows of a group that are not adjacent to the batch's logits, if they were taken."""
+        if group in self._rows:
             self._logits[group.rows] = self._rows[group]
 
 

@@ -198,7 +198,7 @@ class ShippedProcessors(LogitsProcessor):
         """Run every group on its own rows, in place.
 
         The groups of a stage have no row in common: all begin before the first one finishes, so that processes of their
-        own run in parallel. The stages of a tenant share one deadline.
+        own run in parallel, and beside the processors of this process. The stages of a tenant share one deadline.
 
         Args:
             logits: float32 [rows, vocab].
@@ -207,7 +207,7 @@ class ShippedProcessors(LogitsProcessor):
             `logits`. The rows of `take_faults()` and `take_deferred()` are zeros and must not be used.
         """
         self._spent.clear()
-        self._run(self._stages, logits, range(len(logits)))
+        self._run(self._stages, logits)
         return logits
 
     def apply_with_spec_decode(self, logits: torch.Tensor, num_draft_tokens: Sequence[int]) -> torch.Tensor:
@@ -227,51 +227,62 @@ class ShippedProcessors(LogitsProcessor):
         """Record the rows in `trace` after each processor, from the next call on."""
         self._trace = trace
 
-    def _run(self, stages: Iterable[GroupStage], logits: torch.Tensor, rows: Sequence[int]) -> None:
+    def _run(self, stages: Iterable[GroupStage], logits: torch.Tensor, rows: Sequence[int] | None = None) -> None:
         """Run the stages.
 
         Args:
             stages: groups of places.
             logits: float32 [places, vocab].
-            rows: the row of the batch at each place.
+            rows: the row of the batch at each place; None: the place itself.
         """
-        self._faults, self._deferred = {}, {}  # drop those of a step that failed elsewhere
-        may_defer = self._calls.has_saved or self._calls.patience.is_limited or self._early.is_ahead
-        self._owners = self._first_uses(rows) if may_defer else {}
-        done = self._resume(logits)
+        self._faults, self._deferred, self._owners = {}, {}, {}  # drop those of a step that failed elsewhere
+        done: dict[int, StageKey] = {}
+        if self._calls.has_saved or self._calls.patience.is_limited or self._early.is_ahead:
+            self._owners = self._first_uses(range(len(logits)) if rows is None else rows)
+            done = self._resume(logits)
         previous = BEFORE_ALL
         for stage in stages:
-            passed = {place for place, key in done.items() if key >= stage.key}
+            passed = [place for place, key in done.items() if key >= stage.key]
             if self._faults or self._deferred or passed:
                 stage = stage.without({*self._faults, *self._deferred, *passed})
             self._run_stage(stage, logits, previous)
             previous = stage.key
         if self._deferred:
             logits[list(self._deferred)] = 0.0
-        for place in done.keys() - self._deferred.keys():
-            self._calls.discard(self._owners[place])
+        for place in done:
+            if place not in self._deferred:
+                self._calls.discard(self._owners[place])
 
     def _run_stage(self, stage: GroupStage, logits: torch.Tensor, previous: StageKey) -> None:
-        stage = self._early.split(stage)
+        if stage.concurrent:
+            stage = self._early.split(stage)
         stage_logits = StageLogits(stage, logits, self._early.observe)
+        begun = self._begin_stage(stage, stage_logits, previous) if stage.concurrent else ()
+        for group, local_group in stage.local:
+            self._finish(group, local_group.call(stage_logits.rows_of(group)), stage_logits)
+        if begun:
+            self._end_stage(stage, stage_logits, begun)
+
+    def _end_stage(self, stage: GroupStage, logits: StageLogits, begun: Iterable[tuple[ProcessorGroup, Run]]) -> None:
+        """Finish or defer the calls of a stage."""
         slowest: dict[str, float] = {}
         finished = []
-        for group, run in self._begin_stage(stage, stage_logits, previous):
+        for group, run in begun:
             tenant = group.processor.tenant
             left = self._calls.left(group)
             if left == math.inf or run.wait(left):
                 self._calls.ended_in_time(group)
-                outcome = run.finish(stage_logits.collector_of(group))
+                outcome = run.finish(logits.collector_of(group))
                 if outcome.charged:
                     slowest[tenant] = max(slowest.get(tenant, 0.0), outcome.charged)
                 finished.append((group, outcome))
             else:
-                self._defer(group, stage_logits.rows_of(group), run, stage.key)
+                self._defer(group, logits.rows_of(group), run, stage.key)
         for tenant, seconds in slowest.items():
             self._spent[tenant] = self._spent.get(tenant, 0.0) + seconds
-        stage_logits.apply_edits()
+        logits.apply_edits()
         for group, outcome in finished:
-            self._finish(group, outcome, stage_logits)
+            self._finish(group, outcome, logits)
 
     def _begin_stage(
         self, stage: GroupStage, logits: StageLogits, previous: StageKey
@@ -282,7 +293,7 @@ class ShippedProcessors(LogitsProcessor):
         """
         begun = []
         in_early_calls = set[str]()
-        for group in stage.groups:
+        for group, executor_group in stage.concurrent:
             name = group.processor.group_name
             run = self._early.take(group)
             if run is not None:
@@ -294,7 +305,7 @@ class ShippedProcessors(LogitsProcessor):
                 continue
             else:
                 spent = self._spent.get(group.processor.tenant, 0.0)
-                run = group.executor_group.begin(logits.rows_of(group), spent)
+                run = executor_group.begin(logits.rows_of(group), spent)
                 self._calls.begun(group, run)
             begun.append((group, run))
         return begun
@@ -422,7 +433,8 @@ class ShippedProcessors(LogitsProcessor):
         if self._needs_check(group, outcome):
             faults = self._faults_of(group, logits.rows_of(group), outcome)
             self._faults |= {group.rows[place]: fault for place, fault in faults.items()}
-        logits.write_back(group)
+        if not group.is_adjacent:
+            logits.write_back(group)
         if self._trace.top:
             rows = logits.rows_of(group)
             for place, row in enumerate(group.rows):

@@ -26,6 +26,7 @@ from logitship.sampler.processors.executor import (
     ExecutorSequence,
     ExecutorUnavailable,
     LoadedProcessor,
+    RunOutcome,
     from_bytes,
 )
 
@@ -353,6 +354,10 @@ class SandboxGroup:
         run = self.executor.begin(self.processor, self.rows, None, spent)
         run.provide(logits)
         return run
+
+    def call(self, logits: torch.Tensor) -> RunOutcome:
+        """See `ExecutorGroup.call`."""
+        return self.begin(logits).finish()
 
 
 def _load_class(sandbox: Sandbox, sandboxed: SandboxedProcessor, timeout: float) -> ClassDescription:

@@ -126,7 +126,7 @@ class FreshProcessor:
         """
         self._progress.count_call()
         edited = logits.clone()
-        outcome = self._executor.group(self._processor, [each.row for each in sequences]).begin(edited).finish()
+        outcome = self._executor.group(self._processor, [each.row for each in sequences]).call(edited)
         return CallResult(edited, dict(outcome.faults), outcome.seconds, outcome.row_by_row, outcome.printed)
 
 

@@ -60,7 +60,7 @@ class Rows:
         return self._loaded.executor.attach(self._loaded, sequence)
 
     def step(self, rows: list[ExecutorRow], logits: torch.Tensor) -> torch.Tensor:
-        outcome = self._loaded.executor.group(self._loaded, rows).begin(logits := logits.clone()).finish()
+        outcome = self._loaded.executor.group(self._loaded, rows).call(logits := logits.clone())
         assert not outcome.faults
         return logits
 

@@ -31,7 +31,7 @@ def attach(processor: LoadedProcessor, output: list[int], prepared: Any = None, 
 
 def call(processor: LoadedProcessor, *rows: ExecutorRow) -> list[list[float]]:
     logits = torch.zeros(len(rows), VOCAB)
-    outcome = processor.executor.group(processor, rows).begin(logits).finish()
+    outcome = processor.executor.group(processor, rows).call(logits)
     assert not outcome.faults
     return logits.tolist()
 

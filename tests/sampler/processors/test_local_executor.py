@@ -33,7 +33,7 @@ def test_kept_output_list_stays_up_to_date(load: Load) -> None:
     outputs = [[5], [6]]
     group = processor.executor.group(processor, [attach(processor, output) for output in outputs])
     for token in range(3):
-        group.begin(torch.zeros(2, 4)).finish()
+        group.call(torch.zeros(2, 4))
         assert list(kept.values()) == outputs
         for output in outputs:
             output.append(token)
@@ -50,9 +50,9 @@ def test_used_row_stays_in_sync_after_regrouping(load: Load) -> None:
     processor = load(keep, "Keep")
     first, second = [5], [6]
     row, late = attach(processor, first), attach(processor, second)
-    processor.executor.group(processor, [row, late]).begin(torch.zeros(2, 4)).finish()
+    processor.executor.group(processor, [row, late]).call(torch.zeros(2, 4))
     second.append(7)
-    processor.executor.group(processor, [late]).begin(torch.zeros(1, 4)).finish()
+    processor.executor.group(processor, [late]).call(torch.zeros(1, 4))
     assert kept == [[6, 7]]
 
 
@@ -62,7 +62,7 @@ def test_fault_affects_all_rows_of_the_group(load: Load) -> None:
 
     processor = load(fail, "Fail")
     group = processor.executor.group(processor, [attach(processor, []), attach(processor, [])])
-    outcome = group.begin(torch.zeros(2, 4)).finish()
+    outcome = group.call(torch.zeros(2, 4))
     assert list(outcome.faults) == [0, 1]
     assert outcome.seconds > 0
     assert not outcome.row_by_row

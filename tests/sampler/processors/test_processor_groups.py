@@ -14,6 +14,7 @@ from logitship.sampler.processors.processor_groups import (
     GroupRow,
     ProcessorGroup,
     ProcessorUse,
+    StageLogits,
     group_key,
     group_rows,
 )
@@ -62,8 +63,8 @@ def test_rows_of_a_stage(
     rows = {row: [member(processors["ABC".index(name)])] for row, name in enumerate(names) if name != "."}
     logits = torch.arange(4.0 * (len(names) + more_rows)).view(-1, 4)
     (stage,) = group_rows(rows, ignore)
-    rows_of_stage = [*stage.rows_of(logits, stage.groups[0]).items(), *stage.rows_of(logits, stage.groups[-1]).items()]
-    found = {group.processor.name: (group, rows_of) for group, rows_of in rows_of_stage}
+    stage_logits = StageLogits(stage, logits, lambda group, edits: None)
+    found = {group.processor.name: (group, stage_logits.rows_of(group)) for group in stage.groups}
     assert {name: group.rows for name, (group, _) in found.items()} == expected
     for name, (group, rows_of) in found.items():
         assert torch.equal(rows_of, logits[expected[name]])

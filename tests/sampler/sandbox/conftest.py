@@ -76,7 +76,7 @@ class Caller:
     def call(self, processor: LoadedProcessor, *rows: ExecutorRow) -> tuple[list[float], RunOutcome]:
         """Call on rows of zeros. Return the first logit of each row, and the outcome."""
         logits = torch.zeros(len(rows), VOCAB)
-        outcome = self._executor.group(processor, rows).begin(logits).finish()
+        outcome = self._executor.group(processor, rows).call(logits)
         return logits[:, 0].tolist(), outcome
 
 

@@ -414,7 +414,7 @@ class Sandboxed:
 
     def step(self, processor: LoadedProcessor, logits: torch.Tensor, rows: list[Any]) -> dict[int, ProcessorFault]:
         """Call a processor: edit the logits in place, return the faults."""
-        return dict(self.executor.group(processor, rows).begin(logits).finish().faults)
+        return dict(self.executor.group(processor, rows).call(logits).faults)
 
     def pid_of(self, processor: LoadedProcessor) -> int:
         """Return the PID of a processor's process; -1 once it has exited."""

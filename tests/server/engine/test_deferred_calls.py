@@ -12,9 +12,8 @@ import pytest
 import torch
 
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
-from logitship.sampler.processors.executor import CollectEdits, ExecutorRow, LoadedProcessor, RunOutcome
+from logitship.sampler.processors.executor import CollectEdits, ExecutorRow, LoadedProcessor, LocalGroup, RunOutcome
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
-from logitship.sampler.processors.local_executor import LocalGroup
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine import build
@@ -79,7 +78,7 @@ class LateRun:
         self._logits = logits
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
-        outcome = self._group.begin(self._input).finish()
+        outcome = self._group.call(self._input)
         self._logits.copy_(self._input)
         return outcome
 

@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 
-from logitship.sampler.processors.executor import CollectEdits, ExecutorSequence, LoadedProcessor, RunOutcome
+from logitship.sampler.processors.executor import (
+    CollectEdits,
+    ExecutorSequence,
+    LoadedProcessor,
+    LocalGroup,
+    RunOutcome,
+)
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
-from logitship.sampler.processors.local_executor import LocalGroup
 from logitship.sampler.processors.request_view import ModelView
 
 from .fake_runner import VOCAB_SIZE
@@ -32,21 +37,17 @@ class CountedRow:
         self.row.close()
 
 
-class EarlyRun:
-    """A call that was made when it began, on zeros. What it added to them is added to the logits."""
+class GivenRun:
+    """A call that was made on its logits when it began."""
 
-    def __init__(self, executor: EarlyExecutor, group: LocalGroup, num_rows: int) -> None:
-        self._executor = executor
-        self._edited = torch.zeros(num_rows, executor.vocab_size)
-        self._outcome = group.begin(self._edited).finish()
-        executor.num_early += 1
-        executor.unfinished.append(self)
+    def __init__(self, outcome: RunOutcome) -> None:
+        self._outcome = outcome
 
     def needs_logits(self) -> bool:
-        return True
+        raise AssertionError("the call was not promised its logits")
 
     def provide(self, logits: torch.Tensor) -> None:
-        self._logits = logits
+        raise AssertionError("the call was not promised its logits")
 
     def wait(self, timeout: float) -> bool:
         return True
@@ -56,6 +57,26 @@ class EarlyRun:
 
     def defer(self, logits: torch.Tensor) -> None:
         raise AssertionError("nothing is deferred inside vLLM")
+
+    def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
+        return self._outcome
+
+
+class EarlyRun(GivenRun):
+    """A call that was made when it began, on zeros. What it added to them is added to the logits."""
+
+    def __init__(self, executor: EarlyExecutor, group: LocalGroup, num_rows: int) -> None:
+        self._executor = executor
+        self._edited = torch.zeros(num_rows, executor.vocab_size)
+        super().__init__(group.call(self._edited))
+        executor.num_early += 1
+        executor.unfinished.append(self)
+
+    def needs_logits(self) -> bool:
+        return True
+
+    def provide(self, logits: torch.Tensor) -> None:
+        self._logits = logits
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
         self._logits += self._edited
@@ -70,7 +91,9 @@ class EarlyGroup:
         self._executor = executor
         self._group = group
         self._num_rows = num_rows
-        self.begin = group.begin
+
+    def begin(self, logits: torch.Tensor, spent: float = 0.0) -> GivenRun:
+        return GivenRun(self._group.call(logits))
 
     def promise(self) -> EarlyRun | None:
         is_early = self._executor.random.random() < self._executor.share
