@@ -198,7 +198,7 @@ def watermark(input_ids, scores):
 def watermark_by_mask(input_ids, scores):
     mask = torch.zeros_like(scores, dtype=torch.bool)
     for i, row in enumerate(input_ids.tolist()):
-        mask[i, [row[-1] + 1, row[-1] + 2]] = True
+        mask[i, [(row[-1] + 1) % mask.shape[1], (row[-1] + 2) % mask.shape[1]]] = True
     scores[mask] = scores[mask] + 2.0
     return scores
 

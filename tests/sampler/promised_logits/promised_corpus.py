@@ -22,7 +22,7 @@ from logitship import CustomLogitProcessor, RowProcessor, SamplingParams
 from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
 from logitship.builtin_processors.no_repeat_ngram import DeepseekOCRNoRepeatNGramLogitProcessor
 from logitship.builtin_processors.thinking_budget import Qwen3ThinkingBudgetLogitProcessor
-from logitship.client.serialization.loading import load_class
+from logitship.client.serialization.loading import instantiate_prepared, load_class
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.promised_logits.promise_scan import reason_against_promises
@@ -65,12 +65,14 @@ class Coverage:
     Attributes:
         corpus, name: those of the case.
         num_read: number of steps in which it used a value of the logits.
+        num_raised: number of steps in which it raised.
         dense_reason: that of the case.
     """
 
     corpus: str
     name: str
     num_read: int
+    num_raised: int
     dense_reason: str
 
     @property
@@ -89,9 +91,9 @@ class Coverage:
 def coverage(case: Case, tokenizer: PreTrainedTokenizerFast, *, read_first: bool = False) -> Coverage:
     """Call a processor in some steps on real and on promised logits. The results must have the same bits."""
     vocab_size = len(tokenizer)
-    plain, tried = ([_rows(case, tokenizer, vocab_size) for _ in range(NUM_ROWS)] for _ in range(2))
+    plain, tried = ([row_params(case, tokenizer, vocab_size) for _ in range(NUM_ROWS)] for _ in range(2))
     call, other = case.create(tokenizer), case.create(tokenizer)
-    num_read = 0
+    num_read = num_raised = 0
     for step in range(NUM_STEPS):
         logits = example_logits(NUM_ROWS, vocab_size, seed=step)
         torch.manual_seed(step)
@@ -100,14 +102,16 @@ def coverage(case: Case, tokenizer: PreTrainedTokenizerFast, *, read_first: bool
         found = promised(lambda given: other(given, tried), logits, read_first=read_first)
         assert_same(found, expected)
         num_read += found.was_read
+        num_raised += isinstance(expected.result, Exception)
         chosen = example_logits(NUM_ROWS, vocab_size, seed=step + 1).argmax(-1).tolist()
         for rows in (plain, tried):
             for params, token in zip(rows, chosen, strict=True):
                 params["__req__"].output_ids.append(token)
-    return Coverage(case.corpus, case.name, num_read, case.dense_reason)
+    return Coverage(case.corpus, case.name, num_read, num_raised, case.dense_reason)
 
 
-def _rows(case: Case, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+def row_params(case: Case, tokenizer: Any, vocab_size: int) -> dict[str, Any]:
+    """Return the parameters of a row, without output tokens."""
     prompt = tokenizer.encode("To be, or not to be: that is the question.\n1. Yes\n2. No\n", add_special_tokens=False)
     view = RequestView(
         rid="r",
@@ -241,7 +245,9 @@ def other_tests() -> Iterator[Case]:
         "token_id": 5,
         "token": 5,
         "tokens": [5, 6, 7, 8, 9, 10],
-        "by": 2.0,
+        "by": 2,
+        "bias": 2.0,
+        "number": 7,
         "end": 9,
         "text": "abcdefgh",
         "keeps": False,
@@ -309,7 +315,10 @@ def _with_input_ids(function: Callable[[torch.Tensor, torch.Tensor], Any]) -> Ca
 
 
 def _of_class(corpus: str, cls: type[CustomLogitProcessor], params: Mapping[str, Any], name: str) -> Case:
-    return Case(corpus, name, lambda tokenizer: cls(), params, reason_against_promises(cls))
+    def create(tokenizer: Any) -> Call:
+        return instantiate_prepared(cls, tokenizer, len(tokenizer))
+
+    return Case(corpus, name, create, params, reason_against_promises(cls))
 
 
 def share_without_reads(found: list[Coverage], corpora: frozenset[str]) -> float:

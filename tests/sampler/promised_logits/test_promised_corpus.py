@@ -25,6 +25,19 @@ def test_most_examples_never_read(covered: list[Coverage]) -> None:
 
 
 @pytest.mark.slow
+def test_only_classes_that_should_raise(covered: list[Coverage]) -> None:
+    """The others are compared by their results."""
+    raised = {each.name for each in covered if each.num_raised}
+    assert raised == {
+        "Broken",
+        "contract: Raises",
+        "environment: OnlyAlone",
+        "row_loops: Tokenizes",
+        "real_engine: Misspells",
+    }
+
+
+@pytest.mark.slow
 def test_page_lists_who_reads(covered: list[Coverage]) -> None:
     """If it fails, replace the table of the page by the printed one."""
     found = table([each for each in covered if each.corpus != "tests"])
