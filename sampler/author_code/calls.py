@@ -63,41 +63,12 @@ def edit(
             take_over(result, logits)
     # No exception, not even `SystemExit`, must end the engine's thread.
     except BaseException as error:  # noqa: BLE001  # boundary: author code
-        fault = _fault(error, name=name, digest=digest, shipped_class=shipped_class, in_sandbox=in_sandbox)
+        fault = exception_fault(error, name=name, digest=digest, shipped_class=shipped_class, in_sandbox=in_sandbox)
     else:
         return
     # Outside the except block, so that the fault does not reference the author's exception and the tensors in its
     # frames.
     raise fault
-
-
-def guard(
-    function: Callable[[], None],
-    *,
-    name: str,
-    digest: str = "",
-    shipped_class: type | None = None,
-    in_sandbox: bool = False,
-) -> None:
-    """Call a function that runs an author's code on logits, or looks at its result, and turn its errors into faults.
-
-    Args:
-        function: the function.
-        name: name of the processor, for people.
-        digest: digest of the processor, if it has one.
-        shipped_class: see `edit`.
-        in_sandbox: see `edit`.
-
-    Raises:
-        ProcessorFault: the function raised.
-    """
-    try:
-        function()
-    except BaseException as error:  # noqa: BLE001  # boundary: author code
-        fault = _fault(error, name=name, digest=digest, shipped_class=shipped_class, in_sandbox=in_sandbox)
-    else:
-        return
-    raise fault  # outside the except block, as in `edit`
 
 
 def call(function: Callable[..., T], *arguments: Any) -> T:
@@ -186,15 +157,6 @@ def take_over(result: object, logits: torch.Tensor) -> None:
     logits.copy_(plain.clone() if shared else plain)
 
 
-def _fault(
-    error: BaseException, *, name: str, digest: str, shipped_class: type | None, in_sandbox: bool
-) -> ProcessorFault:
-    """Return the fault of a processor that raised, or whose result is invalid, see `edit`."""
-    if issubclass(type(error), BadResult):  # isinstance() trusts the object's `__class__`
-        return ProcessorFault(f"processor {name} returned {error}", digest=digest, name=name, kind="bad_result")
-    return exception_fault(error, name=name, digest=digest, shipped_class=shipped_class, in_sandbox=in_sandbox)
-
-
 def exception_fault(
     error: BaseException,
     *,
@@ -203,7 +165,12 @@ def exception_fault(
     shipped_class: type | None = None,
     in_sandbox: bool = False,
 ) -> ProcessorFault:
-    """Return the fault of a processor that raised, see `edit`. It has only text and references no author's object."""
+    """Return the fault of a processor that raised, or whose result is invalid, see `edit`.
+
+    It has only text and references no author's object.
+    """
+    if issubclass(type(error), BadResult):  # isinstance() trusts the object's `__class__`
+        return ProcessorFault(f"processor {name} returned {error}", digest=digest, name=name, kind="bad_result")
     message = f"processor {name} raised {error_text(error)}"
     hint = _hint(error, shipped_class, in_sandbox=in_sandbox)
     return ProcessorFault(

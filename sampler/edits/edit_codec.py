@@ -137,6 +137,8 @@ class VectorStore:
 
 def encode(log: EditLog, vectors: VectorSender) -> bytes:
     """Return the binary form of a log, with as few edits as its rows allow."""
+    if log.is_empty:
+        return b""
     parts: list[bytes] = []
     for edit in combine_edits(log.edits, log.num_rows, log.vocab_size):
         parts += _ENCODERS[type(edit)](edit, vectors)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from logitship.sampler.author_code.calls import call, guard, take_over
+from logitship.sampler.author_code.calls import call, exception_fault, take_over
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.promised_logits.promise import Promise
 from logitship.sampler.promised_logits.promised_memory import RecentCalls
@@ -41,15 +41,22 @@ class PromisedCall:
         Raises:
             ProcessorFault: the function raised, or did not return a float tensor of the right shape.
         """
-        guard(lambda: self._edit(function), name=name, shipped_class=shipped_class, in_sandbox=True)
+        try:
+            self._edit(function)
+        except BaseException as error:  # noqa: BLE001  # boundary: author code
+            fault = exception_fault(error, name=name, shipped_class=shipped_class, in_sandbox=True)
+        else:
+            return
+        raise fault  # outside the except block, so that it does not reference the author's exception
 
     def _edit(self, function: Callable[[torch.Tensor], object]) -> None:
         num_rows, vocab_size = self._logits.shape
         promise = Promise.begin(num_rows, vocab_size, self._fetch, self._recent)
         try:
             result = promise.conclude(call(function, promise.take()))
-        finally:
-            promise.end()  # an exception ends the call too
+        except BaseException:  # cleanup, then re-raised
+            promise.end()
+            raise
         if promise.is_kept:
             self.dense_reason = "it keeps a reference to its logits"
         if isinstance(result, EditLog):
