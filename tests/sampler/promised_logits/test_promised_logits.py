@@ -325,6 +325,22 @@ def test_random_programs(statements: list[str], seed: int) -> None:
     assert_same(promised(program, logits), eager(program, logits))
 
 
+@pytest.mark.parametrize("vocab_size", [2000, 100_000])
+@pytest.mark.parametrize("second", ["ids[0]", "ids[-1]", "(ids[0] + 1) % logits.shape[1]"])
+def test_many_ids_in_any_order(second: str, vocab_size: int) -> None:
+    """A position may occur twice among more ids than are compared one by one."""
+    ids = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(0))[:1000]
+    logits = example_logits(2, vocab_size)
+    ids[1] = eval(second)
+
+    def program(logits: torch.Tensor) -> torch.Tensor:
+        logits[1, ids] += 2.0
+        logits[0, ids] = logits[0, ids] / 0.7 + torch.arange(1000.0)
+        return logits
+
+    assert_same(promised(program, logits), eager(program, logits))
+
+
 def test_what_an_author_changes_later_changes_no_edit() -> None:
     def program(logits: torch.Tensor) -> torch.Tensor:
         ids, values, mask, vector = [1, 2], torch.ones(2), torch.ones(VOCAB, dtype=torch.bool), torch.ones(VOCAB)
