@@ -12,6 +12,8 @@ _NAMES = {
     "DisableTorchFunctionSubclass": "it switches off tensor classes",
     "_DisableTorchDispatch": "it switches off tensor classes",
     "TorchDispatchMode": "it uses torch's dispatch modes",
+    "FakeTensorMode": "it uses torch's dispatch modes",
+    "FlopCounterMode": "it uses torch's dispatch modes",
     "TorchFunctionMode": "it uses torch's function modes",
     # In a part of a call only: as a decorator of the whole call it makes no difference, and is not seen here.
     "inference_mode": "it uses torch.inference_mode",

@@ -66,6 +66,10 @@ def reason(body: str) -> str:
         ("logits = torch.compile(len)(logits)", "it uses torch.compile"),
         ("logits = torch.jit.trace(len, logits)", "it uses torch.jit"),
         ("with torch.inference_mode(): logits += 1", "it uses torch.inference_mode"),
+        (
+            "from torch._subclasses.fake_tensor import FakeTensorMode as Fake\n        with Fake(): logits.sum()",
+            "it uses torch's dispatch modes",
+        ),
         ("torch.ones(3).data = logits", "it replaces the data of a tensor"),
         ("logits.__class__ = Tensor", "it replaces the class of an object"),
         ("sys.settrace(None)", "it traces its execution"),
