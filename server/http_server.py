@@ -76,13 +76,15 @@ class HTTPServer(uvicorn.Server):
         self._draining: asyncio.Task[None] | None = None
         self.ready = threading.Event()
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve until a signal, or `request_exit`."""
-        self._loop = asyncio.get_running_loop()  # signals may come before `startup`
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals while the server runs: also before `startup`, and while it ends."""
+        self._loop = asyncio.get_running_loop()
         if self._watchdog is not None:
             self._watchdog.watch_signals()
         try:
-            await super().serve(sockets)
+            with super().capture_signals():
+                yield
         finally:
             if self._watchdog is not None:
                 self._watchdog.server_ended()
