@@ -6,7 +6,7 @@ Both sides are made as a sandbox makes them, one after the other: a call with it
 whose edits are recorded and encoded. Each row gains a token between two calls. Left out are processors that use the
 values of their logits, or raise.
 
-The target is for those with small edits. `DENSE` adds a vector, in which the tokens that it edits have to be found.
+The target is for those with small edits. `DENSE` add whole rows, in which the tokens that they edit have to be found.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from logitship.sampler.sandbox.promised_call import PromisedCall
 ROOT = Path(__file__).parents[1]
 BENCHMARK = "recorded calls"
 WARM_UP = 5
-DENSE = frozenset({"Alliteration"})
+DENSE = frozenset({"Alliteration", "frequency_penalty"})
 ENDS_THE_PROCESS = frozenset({"speed: NotForMany"})
 
 
