@@ -13,7 +13,8 @@ from logitship.client.serialization.loading import instantiate_prepared, load_cl
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.author_code.calls import call, edit
 
-from .executor import LoadedProcessor, describe
+from .class_description import describe
+from .executor import LoadedProcessor
 from .local_executor import LocalExecutor
 from .request_view import ModelView
 

@@ -254,6 +254,7 @@ class ShippedProcessors(LogitsProcessor):
                 self._calls.discard(self._owners[place])
 
     def _run_stage(self, stage: GroupStage, logits: torch.Tensor, previous: StageKey) -> None:
+        """Call the processors of a stage: those of this process while the others go on elsewhere."""
         if stage.concurrent:
             stage = self._early.split(stage)
         stage_logits = StageLogits(stage, logits, self._early.observe)

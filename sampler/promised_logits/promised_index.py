@@ -33,7 +33,7 @@ _ADJACENT = (1,)
 """Stride of a one-dimensional tensor with nothing between its elements."""
 _FEW_NUMBERS = 16
 """Up to this many numbers of an index are turned into positions faster than they are found in `RecentSelections`."""
-_MANY_NUMBERS, _FEW_PLACES_EACH = 512, 64
+_MANY_NUMBERS, _MOST_PLACES_EACH = 512, 64
 """Equal numbers are looked for without sorting if there are that many, and at most that many places for each."""
 _FEW_PLACES = 8
 """Values at a mask are recorded by position if it is set for at most one in this many elements."""
@@ -487,7 +487,7 @@ def _are_unique(numbers: Numbers) -> bool:
     if len(numbers) >= _MANY_NUMBERS:
         least = numbers.min()
         width = int(numbers.max() - least) + 1
-        if width <= _FEW_PLACES_EACH * len(numbers):
+        if width <= _MOST_PLACES_EACH * len(numbers):
             # A tenth of the time of sorting, as for a quarter of the vocabulary in random order, which watermarks use.
             is_there = np.zeros(width, bool)
             is_there[numbers - least] = True

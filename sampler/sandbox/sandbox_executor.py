@@ -20,14 +20,13 @@ from logitship.client.errors import ProcessorLoadError, with_printed
 from logitship.client.scrub import scrub
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.allowed_tokens import AllowedTokens
+from logitship.sampler.processors.class_description import ClassDescription, from_bytes
 from logitship.sampler.processors.executor import (
-    ClassDescription,
     ExecutorRow,
     ExecutorSequence,
     ExecutorUnavailable,
     LoadedProcessor,
     RunOutcome,
-    from_bytes,
 )
 
 from .call_exchange import AnswerReceiver

@@ -19,9 +19,9 @@ from logitship.client.scrub import scrub
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor, source_lines
 from logitship.sampler.edits.edit_operations import GroupEdits
 from logitship.sampler.edits.merged_edits import apply_edits
+from logitship.sampler.processors.class_description import ClassDescription
 from logitship.sampler.processors.early_calls import ReadHistory
 from logitship.sampler.processors.executor import (
-    ClassDescription,
     CollectEdits,
     ExecutorSequence,
     LogitsUse,

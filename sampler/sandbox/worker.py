@@ -28,7 +28,7 @@ from logitship.client.serialization.loading import instantiate_prepared, load_cl
 from logitship.sampler.author_code.calls import duplicate, edit
 from logitship.sampler.edits.edit_codec import VectorSender, encode
 from logitship.sampler.edits.logit_edits import EditLog
-from logitship.sampler.processors.executor import ClassDescription, describe, to_bytes
+from logitship.sampler.processors.class_description import ClassDescription, describe, to_bytes
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.promised_logits.promise_scan import reason_against_promises
 from logitship.sampler.promised_logits.promised_memory import RecentCalls

@@ -8,7 +8,7 @@ from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
-from logitship.sampler.processors.executor import own_summary
+from logitship.sampler.processors.class_description import own_summary
 
 from .registration import Registration
 from .runnable_source import runnable_text, uploaded_artifacts

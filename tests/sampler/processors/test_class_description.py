@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from logitship import CustomLogitProcessor
 from logitship.client.errors import ProcessorLoadError
-from logitship.sampler.processors.executor import ClassDescription, describe, from_bytes, to_bytes
+from logitship.sampler.processors.class_description import ClassDescription, describe, from_bytes, to_bytes
 
 
 class Silent(CustomLogitProcessor):
