@@ -41,7 +41,7 @@ class Step(TypedDict):
     """Change of the batch before a step.
 
     Attributes:
-        size: rows after it.
+        size: number of rows after the change.
         removed: rows that were freed.
         added: (row, parameters of `SamplingParams`).
         moved: (row, row, name of the direction).
@@ -58,9 +58,9 @@ class Command(TypedDict):
 
     Attributes:
         vocab_size: width of the logits.
-        rows: most rows of the batch.
-        processors: which of `CLASSES`.
-        steps: before each, what changed; None for nothing. Each adds a token to every row.
+        rows: maximum number of rows of the batch.
+        processors: names in `CLASSES`.
+        steps: change of the batch before each step; None: no change. Each step adds a token to every row.
     """
 
     vocab_size: int

@@ -22,7 +22,7 @@ VOCAB_SIZE = 202_048
 
 NUM_DISALLOWED = 100
 NEVER = 1_000_000
-"""A budget that no history spends."""
+"""A budget that no history exhausts."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Case:
         history: makes a row's first tokens, which random ones follow.
         repeats: the tokens that follow instead of random ones, over and over; None: random ones.
         prompt_length: tokens of the history that are the prompt; None: half of it.
-        says: what sets this case apart from others of the processor.
-        sglang_class: what does the same in SGLang, if anything.
-        make_batch_processor: None: it is a `CustomLogitProcessor`.
+        says: difference from other cases of the processor.
+        sglang_class: SGLang's equivalent; None if there is none.
+        make_batch_processor: constructor of a batch processor; None for a `CustomLogitProcessor`.
     """
 
     processor: str

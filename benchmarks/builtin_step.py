@@ -149,11 +149,11 @@ def measure(
     for _ in range(rounds):
         for length in lengths:
             for side, make_step in sides.items():
-                # What a turn masked or forced should not decide what the next one has to do.
+                # The masks and forced tokens of one turn must not change the work of the next one.
                 logits.normal_()
-                logits[:, 0] = -10.0  # the end is not near: what waits for the EOS token has nothing to do
+                logits[:, 0] = -10.0  # the EOS token is unlikely: processors that wait for it have nothing to do
                 step = make_step(case, logits, Histories(case, len(logits), length, calls + 1))
-                step()  # the first one reads the whole history
+                step()  # the first step reads the whole history
                 with no_collection():
                     times[side][length] += [time_step(step) for _ in range(calls)]
     return Result(

@@ -37,7 +37,7 @@ TITLES = (
 MANY_TIMES = at_least(100)
 FLAT = at_most(1.1)
 TARGET_LENGTH = 8000
-"""Tokens of history with which SGLang should take `MANY_TIMES` as long."""
+"""Tokens of history at which SGLang should take at least `MANY_TIMES` as long."""
 
 
 def logitship_side(case: Case, logits: torch.Tensor, histories: Sequence[Sequence[int]]) -> StepSide:

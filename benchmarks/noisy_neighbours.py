@@ -1,10 +1,10 @@
-"""Honest clients beside one hostile client at a time: how long they wait, what fails, and what is left over after.
+"""Honest clients beside one hostile client at a time: their latency, their errors, and leaked resources.
 
     python benchmarks/noisy_neighbours.py --only cancel_storm spinners
 
 Each hostile client (`hostile_clients.py`) gets a server of its own, with the defaults but a small prefix cache, four
-API keys, and shipped processors enabled. Two honest keys stream without an end, one with a shipped processor; a third
-request at a time measures the time to first token, and `/health` is asked. First they are alone, then beside the
+API keys, and shipped processors enabled. Two honest keys stream all the time, one with a shipped processor; short
+requests, one at a time, measure the time to first token; and `/health` is polled. First they are alone, then beside the
 hostile client. Ratios are those of the second time to the first.
 
 The hostile client is a process of its own on the same cores. It has started before the first phase, and a low priority
@@ -46,10 +46,10 @@ FLAGS = (
     *("--api-key", KEYS["honest"], KEYS["hostile"]),
     *("--shipping-api-key", KEYS["ships"], KEYS["hostile ships"]),
     *("--enable-custom-logit-processor", "--log-level", "warning"),
-    *("--prefix-cache-bytes", str(2**25)),  # full soon, so that what is left over later shows
+    *("--prefix-cache-bytes", str(2**25)),  # full soon, so that later growth is a leak
 )
 SETTLE = 5.0
-"""Seconds between the end of the attack and the look at what is left."""
+"""Seconds between the end of the attack and the measurement of leaked resources."""
 MAX_STOP = 60.0
 
 

@@ -2,11 +2,12 @@
 
     python benchmarks/recorded_calls.py
 
-Both sides are made as a sandbox makes them, one after the other: a call with its logits, and one that is promised them,
-whose edits are recorded and encoded. Each row gains a token between two calls. Left out are processors that use the
-values of their logits, or raise.
+Both calls are made as a sandbox makes them, in turns: one with its logits, and one with promised logits, whose edits
+are recorded and encoded. Each row gains a token between two calls. Processors that use the values of their logits, or
+raise, are left out.
 
-The target is for those with small edits. `DENSE` add whole rows, in which the tokens that they edit have to be found.
+The target is for processors with small edits. `DENSE` add a vector to whole rows, in which the edited tokens have to be
+found.
 """
 
 from __future__ import annotations

@@ -22,11 +22,12 @@ from logitship.sampler.sandbox.sandbox_run import SandboxRun
 from logitship.sampler.sandbox.worker import Worker
 
 PARTS = ("copy in", "frame", "wake-up", "parse", "call", "answer", "return", "copy out", "check")
-"""The server copies the rows in, makes the message, and sends it, which wakes the sandbox up; that parses it, calls the
-processor, and makes its answer; this wakes the server up, which reads it, copies the rows out, and checks them."""
+"""Parts of a step, in order. The server copies the rows in, encodes the message, and sends it, which wakes the sandbox
+up. The sandbox parses it, calls the processor, and sends its answer, which wakes the server up. The server reads the
+answer, copies the rows out, and checks them."""
 
-# The processor tells in its logits when it was called and when it was done: nothing else comes out of a sandbox. A
-# float32 holds whole numbers of 24 bits, so that a clock takes two.
+# The processor writes the times of its start and its end into its logits, as nothing else can leave a sandbox. A
+# float32 represents integers of up to 24 bits exactly, so each time takes two of them.
 SOURCE = """
 import time
 import torch

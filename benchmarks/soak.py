@@ -35,7 +35,7 @@ import soak_processed
 from soak_plot import plot
 from soak_processed import json_schema, regex
 from soak_processors import counting, forcing
-from soak_report import MEMORY, Sample, first_of, grown, memory_drift
+from soak_report import MEMORY, Sample, grown, memory_drift, summary
 from soak_requests import KINDS, Answers, Kind, RequestContext, learn, name_of
 from soak_server import (
     SHARED_MEMORY,
@@ -51,16 +51,16 @@ from logitship.server.engine.engine_thread import IDLE
 from logitship.server.model.default_model import default_model_folder
 
 MIX = (soak_plain, soak_processed, soak_faults)
-"""The modules that enter kinds of requests."""
+"""The modules that define kinds of requests."""
 MAX_REQUEST = 600.0
-"""Seconds. One that takes longer counts as lost, even on a machine that stands still now and then."""
+"""Seconds after which a request counts as lost. Long, because the machine may stall now and then."""
 MAX_DRAIN = 60.0
 STILL = 2 * IDLE
-"""Seconds without a change after which nothing more is expected to. A server that is idle gives back memory."""
+"""Seconds without a change after which the server counts as settled. It releases memory once it is idle."""
 MAX_LEN = 256
 MAX_SEQS = 16
 GRAMMARS = 128
-"""As many as the server keeps compiled."""
+"""Number of compiled grammars that the server keeps."""
 
 
 @dataclass
@@ -68,9 +68,9 @@ class Soak:
     """One run.
 
     Attributes:
-        done: requests that have ended.
-        outcomes: how many of each kind have ended as they must.
-        failures: the others, in words.
+        done: number of finished requests.
+        outcomes: number of requests with the expected outcome, by kind.
+        failures: descriptions of all other outcomes.
     """
 
     server: SoakServer
@@ -128,10 +128,10 @@ class Soak:
         until = time.monotonic() + MAX_DRAIN
         before, left = None, ""
         while time.monotonic() < until:
-            taken = await asyncio.to_thread(self.server.taken)
+            resources = await asyncio.to_thread(self.server.resources)
             left = await asyncio.to_thread(self._left)
             # Connections close, threads end, and sandboxes are started for later: until all is still.
-            now = (taken.descriptors, taken.threads, taken.processes, taken.zombies)
+            now = (resources.descriptors, resources.threads, resources.processes, resources.zombies)
             if not left and now == before:
                 break
             before = now
@@ -149,8 +149,8 @@ class Soak:
         return ", ".join(f"{number} {name}" for name, number in held.items())
 
     async def _sample(self, quiet: bool) -> None:
-        taken, engine = await asyncio.to_thread(lambda: (self.server.taken(), self.server.state()))
-        sample = Sample(self.done, round(time.perf_counter() - self.began, 1), quiet, taken, engine)
+        resources, engine = await asyncio.to_thread(lambda: (self.server.resources(), self.server.state()))
+        sample = Sample(self.done, round(time.perf_counter() - self.began, 1), quiet, resources, engine)
         self.samples.append(sample)
         print(sample, flush=True)
 
@@ -264,9 +264,9 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         "errors": errors,
         "drift": {name: memory_drift(quiet, name) for name in MEMORY},
         "broken": [
-            *first_of("outcomes that are not as they must be", soak.failures),
-            *first_of("errors in the server's log", errors),
-            *first_of("things left behind by the server", left),
+            *summary("unexpected outcomes", soak.failures),
+            *summary("errors in the server's log", errors),
+            *summary("resources left behind by the server", left),
             *grown(quiet, options.max_drift),
         ],
         "samples": [asdict(sample) for sample in soak.samples],

@@ -142,14 +142,14 @@ async def gone_early(at: RequestContext) -> None:
 
 @kind(15)
 async def gone_while_loading(at: RequestContext) -> None:
-    """Do the same while a class of its own is loaded, or after that."""
+    """Disconnect while a new class is loaded, or after that."""
     request = at.client.generate(at.known().prompt, processor=forcing(2_000_000 + at.number), max_new_tokens=_LONG)
     await _cancelled(at, request, 0.2)
 
 
 @kind(10)
 async def several_gone(at: RequestContext) -> None:
-    """The same with several continuations of several prompts."""
+    """Disconnect during several continuations of several prompts."""
     prompts = [at.new_prompt(), at.known().prompt]
     await _cancelled(at, at.client.generate(prompts, n=2, **GREEDY, max_new_tokens=_LONG), 0.3)
 

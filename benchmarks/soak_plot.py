@@ -68,7 +68,7 @@ def _lines(axes: Any, samples: list[dict[str, Any]], series: dict[str, tuple[str
         for some, look in ((samples, {"linewidth": 0.8, "alpha": 0.6}), (quiet, {"linestyle": "", "marker": "o"})):
             axes.plot(
                 [sample["requests"] for sample in some],
-                [sample["taken"][name] / unit for sample in some],
+                [sample["resources"][name] / unit for sample in some],
                 color=color,
                 markersize=4,
                 label=label if some is quiet else None,

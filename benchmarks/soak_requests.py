@@ -30,7 +30,7 @@ PROMPTS = (
     "Dear sir or madam, I am writing to",
 )
 MAX_TOKENS = 10
-"""Output tokens of most requests: what a soak wears out is what begins and ends."""
+"""Output tokens of most requests. Short ones, because leaks are in the start and the end of requests."""
 NEAR_TIE = 0.01
 """Two tokens whose log-probabilities are closer may swap ranks in another batch, due to rounding."""
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
@@ -40,17 +40,17 @@ _WORDS = ("sun", "rain", "tree", "river", "stone", "bird", "light", "road")
 
 
 class Unexpected(Exception):
-    """A request did not end as its kind must."""
+    """A request did not end as expected of its kind."""
 
 
-def expect(condition: bool, what: object) -> None:
+def expect(condition: bool, outcome: object) -> None:
     """Require a condition of an outcome.
 
     Raises:
-        Unexpected: it is not so.
+        Unexpected: the condition is false.
     """
     if not condition:
-        raise Unexpected(str(what)[:1000])
+        raise Unexpected(str(outcome)[:1000])
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Known:
     """A prompt and its greedy continuation.
 
     Attributes:
-        tokens: how many are known; before the first near-tie.
+        tokens: number of known tokens; the first near-tie comes after them.
     """
 
     prompt: str
@@ -80,11 +80,11 @@ class RequestContext:
     """Random numbers, known answers and clients for one request.
 
     Attributes:
-        number: of the request.
-        random: its own, so that the mix is the same whatever order requests end in.
-        client: retries what was refused because every sandbox is in use.
-        http: for what the client would refuse to send, or would wrap.
-        answers: what is known.
+        number: number of the request.
+        random: generator of this request, so that the mix does not depend on the order in which requests end.
+        client: retries requests that were refused because all sandboxes are in use.
+        http: sends requests that the client would refuse or wrap.
+        answers: the expected greedy answers.
     """
 
     number: int
@@ -125,10 +125,10 @@ class RequestContext:
 
 
 Kind: TypeAlias = Callable[[RequestContext], Awaitable[None]]
-"""Sends a request, or a few that belong together, and raises if the outcome is not as it must be."""
+"""Sends a request, or a few that belong together, and raises on an unexpected outcome."""
 
 KINDS: dict[Kind, float] = {}
-"""All kinds, and how often each comes, relative to the others."""
+"""Relative frequencies of all kinds."""
 
 
 def kind(weight: float) -> Callable[[Kind], Kind]:
@@ -142,7 +142,7 @@ def kind(weight: float) -> Callable[[Kind], Kind]:
 
 
 def name_of(one: Kind) -> str:
-    """Return its name in the report."""
+    """Return the name of a kind in the report."""
     return getattr(one, "__name__", "?").replace("_", " ")
 
 

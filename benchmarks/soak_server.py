@@ -21,23 +21,23 @@ START_TIMEOUT = 180.0
 STOP_TIMEOUT = 60.0
 SHARED_MEMORY = Path("/dev/shm")
 _PATIENCE = 10.0
-"""Seconds until programs that end have removed their shared memory."""
+"""Seconds until exiting programs have removed their shared memory."""
 
 
 @dataclass(frozen=True)
-class Taken:
+class ServerResources:
     """Resources of a server at one moment.
 
     Attributes:
-        server_pss: bytes of the server's own process; what it shares with others counts in part (PSS). Without pages of
-            files, such as libraries: these are shared with whatever else runs on the machine.
-        tree_pss: the same of the server and all processes below it: sandboxes, and what these are forked from.
-        server_rss: bytes of the server's own process that are in memory, those that it shares included.
-        descriptors: open ones of the server's own process.
-        threads: of the server's own process.
-        processes: below the server.
-        zombies: processes that have ended and were not waited for.
-        files: in the folder that the server has for temporary files.
+        server_pss: proportional set size of the server's own process in bytes, without pages of files such as
+            libraries, which other programs on the machine share.
+        tree_pss: the same for the server and all processes below it: launcher, zygote and sandboxes.
+        server_rss: resident set size of the server's own process in bytes.
+        descriptors: number of open descriptors of the server's own process.
+        threads: number of threads of the server's own process.
+        processes: number of processes below the server.
+        zombies: number of exited processes that were not waited for.
+        files: number of files in the server's folder for temporary files.
     """
 
     server_pss: int
@@ -55,10 +55,10 @@ class SoakServer:
     """A running server.
 
     Attributes:
-        base_url: where it listens.
-        pid: of its process.
+        base_url: URL that it listens on.
+        pid: PID of its process.
         temporary: its folder for temporary files.
-        log: what it wrote.
+        log: file with its output.
     """
 
     base_url: str
@@ -81,11 +81,11 @@ class SoakServer:
         """Number of threads of the server's own process."""
         return len(os.listdir(f"/proc/{self.pid}/task"))
 
-    def taken(self) -> Taken:
+    def resources(self) -> ServerResources:
         """Measure its resources now. It takes some 0.1 s, in which the server cannot map memory."""
         below = list(processes_below(self.pid))
         own = proportional_bytes(self.pid)
-        return Taken(
+        return ServerResources(
             server_pss=own,
             tree_pss=own + sum(map(proportional_bytes, below)),
             server_rss=self.rss,

@@ -35,7 +35,7 @@ _IMPORT = "import time; began = time.perf_counter(); import {}; print(time.perf_
 
 
 def added_milliseconds(ours: Sequence[float], peer: Sequence[float]) -> list[float]:
-    """Return how much longer than the peer's each of our turns takes."""
+    """Return the differences of our turns to the peer's, given in seconds."""
     return [(longer - shorter) * 1e3 for longer, shorter in zip(ours, peer, strict=True)]
 
 
