@@ -185,15 +185,15 @@ def tokenizer() -> Tokenizer:
 def loaded_model(tokenizer: Tokenizer) -> LoadedModel:
     """The tiny model: 260 tokens, of which 0 to 3 are special and 1 is the EOS token; 512 tokens long.
 
-    In float64, so that rounding decides about no token. In float32, logits change in their last bits with the batch
-    that they are computed in and with the processor, and now and then another token is sampled.
+    In float64, so that no token depends on rounding. In float32, the last bits of logits depend on the batch
+    composition and on the CPU, and now and then another token is sampled.
     """
     return _tiny(tokenizer, torch.float64)
 
 
 @pytest.fixture(scope="session")
 def float32_model(tokenizer: Tokenizer) -> LoadedModel:
-    """The same in float32, the type that is served by default: fused layers compute it."""
+    """The tiny model in float32, the default dtype of the server, which fused layers compute."""
     return _tiny(tokenizer, torch.float32)
 
 
@@ -205,13 +205,13 @@ def long_model(tokenizer: Tokenizer) -> LoadedModel:
 
 @pytest.fixture(scope="session")
 def unserved_model(tokenizer: Tokenizer) -> LoadedModel:
-    """The same for those who run it without an engine: one gives the model that it serves an attention of its own."""
+    """The tiny model for tests without an engine. An engine replaces the attention of the model that it serves."""
     return _tiny(tokenizer, torch.float64)
 
 
 @pytest.fixture(scope="session")
 def deterministic_model(tokenizer: Tokenizer) -> LoadedModel:
-    """The float32 one for engines with `enable_deterministic_inference`, which replace its layers for good."""
+    """The float32 model for engines with `enable_deterministic_inference`, which replace its layers permanently."""
     return _tiny(tokenizer, torch.float32)
 
 
@@ -227,9 +227,9 @@ PERCENTAGE = re.compile(r"(\d+\.\d+)%")
 def is_shown() -> Callable[[str, str], bool]:
     """Tells whether a page shows an output: (text in the page, output).
 
-    Text may be wrapped in the page, and `…` stands for what differs from time to time. Percentages may differ by one in
-    their last digit: processors and batches round the default model's logits differently by up to some 1e-4, which
-    moves a probability by less than 0.01 %, and so may change how it is rounded.
+    Text may be wrapped in the page, and `…` stands for text that differs from run to run. Percentages may differ by one
+    in their last digit: the default model's logits differ by up to about 1e-4 between CPUs and batches, and so a
+    probability by less than 0.01 %, which may change its rounded value.
     """
 
     def shown(page: str, output: str) -> bool:
@@ -247,10 +247,10 @@ def is_shown() -> Callable[[str, str], bool]:
 
 @pytest.fixture(scope="session")
 def lasting_launchers() -> Iterator[type[ZygoteProcess]]:
-    """A `ZygoteProcess` that leaves its launcher, if that is alive, to the next one instead of ending it.
+    """A `ZygoteProcess` that hands its launcher, if it is alive, to the next one instead of ending it.
 
-    To import torch takes a launcher three seconds, on one core. All it has after it served an engine is these imports:
-    it forks a new zygote for each. One that would import from other folders than `sys.path` has now is not reused.
+    A launcher needs three seconds to import torch. It keeps no state but these imports: it forks a new zygote for each
+    engine. A launcher with another `sys.path` is not reused.
     """
     idle: list[tuple[subprocess.Popen[bytes], Channel]] = []
     folders = [*sys.path]
@@ -282,8 +282,8 @@ def make_engine(
 ) -> Iterator[BuildEngine]:
     """Builds engines, and stops them after the test.
 
-    The tokens of two runs are equal without more ado: the model computes in float64. A test that compares
-    log-probabilities to the last bit asks for `enable_deterministic_inference`.
+    The tokens of two runs are equal, because the model computes in float64. A test that compares log-probabilities to
+    the last bit sets `enable_deterministic_inference`.
     """
     yield from _engines(loaded_model, deterministic_model, lasting_launchers)
 
@@ -292,7 +292,7 @@ def make_engine(
 def make_module_engine(
     loaded_model: LoadedModel, deterministic_model: LoadedModel, lasting_launchers: type[ZygoteProcess]
 ) -> Iterator[BuildEngine]:
-    """The same, but stops the engines after the file's tests."""
+    """Builds engines, and stops them after the tests of the file."""
     yield from _engines(loaded_model, deterministic_model, lasting_launchers)
 
 

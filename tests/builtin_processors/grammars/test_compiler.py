@@ -92,14 +92,14 @@ def test_expensive_grammars_are_refused_in_time(compiler: GrammarCompiler, name:
             step = time.thread_time()
             bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
             assert time.thread_time() - step < 1
-            if matcher.is_error():  # what became too complex says so
+            if matcher.is_error():  # the grammar became too complex
                 break
             matcher.consume_token(int(bits.nonzero()[0][-1]))
     else:
         with pytest.raises(ValueError, match=says):
             compiler.compile(make())
-    assert time.monotonic() - began < DEADLINE + 60  # far below what they take without a limit
-    assert compiler.compile(from_regex("ab")).compute_bitmask()  # and the next one is compiled
+    assert time.monotonic() - began < DEADLINE + 60  # without a limit, they would take far longer
+    assert compiler.compile(from_regex("ab")).compute_bitmask()  # the next grammar is compiled
 
 
 def test_refusal_is_cached(model: ModelView) -> None:
@@ -108,7 +108,7 @@ def test_refusal_is_cached(model: ModelView) -> None:
     for _ in range(2):
         with pytest.raises(ValueError, match=TIME):
             compiler.compile(grammar)
-        assert compiler._checkers[0]._process is None  # ended by the first time, and not started for the second
+        assert compiler._checkers[0]._process is None  # ended by the first attempt, and not restarted for the second
 
 
 def test_least_recently_used_grammar_is_evicted(model: ModelView) -> None:

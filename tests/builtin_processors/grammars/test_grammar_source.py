@@ -178,7 +178,7 @@ def test_json_schemas(
         ({"type": "string", "format": "idn-email"}, "idn-email"),
         ({"type": "strin"}, "strin"),
         ({"$ref": "http://127.0.0.1:1/x"}, "http://127.0.0.1:1/x"),
-        ({"not": {}, "x-guidance": {"lenient": True}}, "not"),  # nobody may ask that keywords be overlooked
+        ({"not": {}, "x-guidance": {"lenient": True}}, "not"),  # a client may not disable the check
         (False, "no JSON matches"),
     ],
     ids=str,
@@ -193,7 +193,7 @@ def test_invalid_schemas() -> None:
         from_json_schema("{oops")
     with pytest.raises(ValueError, match=r"expected an object or true, got \[1\]"):
         from_json_schema("[1]")
-    with pytest.raises(RecursionError):  # `GrammarProcessor.prepare` makes a refusal of it
+    with pytest.raises(RecursionError):  # `GrammarProcessor.prepare` converts it into a refusal
         from_json_schema("[" * 200_000)
 
 

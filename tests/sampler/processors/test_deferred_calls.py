@@ -16,10 +16,10 @@ from logitship.sampler.processors.processor_groups import ProcessorGroup
 
 
 class Patience:
-    """Waits for no call.
+    """Fake of `StepPatience` that waits for no call.
 
     Attributes:
-        charged: what each tenant was charged.
+        charged: charged seconds, each with its tenant.
     """
 
     is_limited = True

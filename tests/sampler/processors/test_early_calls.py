@@ -19,11 +19,11 @@ VOCAB = 8
 
 @dataclass
 class Patience:
-    """Waits for each call equally long.
+    """Fake of `StepPatience` that waits equally long for each call.
 
     Attributes:
-        seconds: how long.
-        charged: seconds of the calls that have ended.
+        seconds: the wait for each call.
+        charged: charged seconds of the calls that have ended.
     """
 
     seconds: float = math.inf

@@ -52,7 +52,7 @@ BAN = InstalledProcessor("disallowed_tokens")
 
 
 class LateRun:
-    """A call that ends when it has been asked for often enough, and the executor lets it."""
+    """A call that ends after `delay` waits, once the executor is no longer held."""
 
     def __init__(self, executor: LateExecutor, group: LocalGroup, delay: int) -> None:
         self._executor = executor
@@ -101,11 +101,11 @@ class LateGroup:
 
 
 class LateExecutor(InProcessExecutor):
-    """Runs processors in this process, and lets steps wait for them.
+    """Runs processors in this process, with calls that seem to take several steps.
 
     Attributes:
-        is_held: True while no call ends.
-        is_late: False while each call ends at once.
+        is_held: True while no call may end.
+        is_late: False to let each call end at once.
     """
 
     def __init__(self, seed: int = 0) -> None:
