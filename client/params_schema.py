@@ -63,7 +63,7 @@ class ParamsSchema:
         schema: a JSON Schema, draft 2020-12.
 
     Raises:
-        InvalidSchema: it is no schema, is too large, or has a keyword that is not supported.
+        InvalidSchema: it is not a schema, is too large, or has a keyword that is not supported.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
@@ -176,7 +176,7 @@ def _resolve(root: Any, reference: str, place: str) -> Any:
             raise InvalidSchema(f"{place}: there is nothing at {reference[:80]!r}")
         found = found[name]
     if not isinstance(found, dict | bool):
-        raise InvalidSchema(f"{place}: {reference[:80]!r} is no schema")
+        raise InvalidSchema(f"{place}: {reference[:80]!r} is not a schema")
     return found
 
 

@@ -44,7 +44,7 @@ class Diagnosis:
         if self.is_safe:
             lines.append("OK: no process of this server unpickles a processor.")
         else:
-            lines.append("UNSAFE: this server unpickles processors: who may send requests can run any code in it.")
+            lines.append("UNSAFE: this server unpickles processors: any client can run code in it.")
             lines.append("Install logitship into its environment, and see docs/sglang.md: is SGLANG_PLUGINS set?")
         return "\n".join(lines)
 

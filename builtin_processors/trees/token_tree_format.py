@@ -48,7 +48,7 @@ def load_tree(path: str | Path) -> TokenTree:
     except json.JSONDecodeError as error:
         raise TreeFormatError(f"line {error.lineno}, column {error.colno}: {error.msg}") from None
     except (ValueError, RecursionError) as error:  # no UTF-8, NaN, a number of thousands of digits; nested too deep
-        raise TreeFormatError(f"is no JSON: {error}") from None
+        raise TreeFormatError(f"is not JSON: {error}") from None
     reader = _TreeParser()
     tree = reader.read(root)
     if reader.num_dropped:
@@ -166,4 +166,4 @@ def _refuse(at: str, expected: str, value: object) -> NoReturn:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")

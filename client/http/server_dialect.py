@@ -190,8 +190,8 @@ def _parse_sglang_plugin(response: bytes | APIStatusError, address: str) -> bool
         raise response
     # Python shows a text once, whatever the server: so it has the address.
     warnings.warn(
-        f"the SGLang at {address} unpickles processors in its own processes, where everybody who may send requests can "
-        "run code, and a class that raises ends the server: install logitship's plugin there (docs/sglang.md)",
+        f"the SGLang at {address} unpickles processors in its own processes, where any client can run code, and a "
+        "class that raises ends the server: install logitship's plugin there (docs/sglang.md)",
         stacklevel=2,
     )
     return False

@@ -168,7 +168,7 @@ def check_processor_text(text: bytes, at: str | None = None) -> None:
     """
     scan = scan_json(text, _MAX_ELEMENTS)
     if scan.elements > _MAX_ELEMENTS or scan.max_depth > MAX_DEPTH:
-        reason = "is no processor string: it has hundreds of keys and values"
+        reason = "is not a processor string: it has hundreds of keys and values"
         raise BadRequest(f"{at}: {reason}" if at else f"the request body {reason}", param=at)
 
 

@@ -114,7 +114,7 @@ class FairPool:
                 self._waiting.put(tenant, job)
             except TenantQueueFull:
                 raise QueueFull(
-                    f"{self._max_waiting} of your requests wait to be prepared, the most that may: try again later"
+                    f"{self._max_waiting} of your requests wait to be prepared already: try again later"
                 ) from None
             if len(self._waiting) > self._num_idle and len(self._threads) < self._num_threads:
                 self._start_thread()

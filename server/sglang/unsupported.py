@@ -10,10 +10,10 @@ _TRUE = ("true", "1", "yes", "y")
 
 
 def resolved_arguments(server_args: Any) -> Any:
-    """Return a view of SGLang's arguments, with what it decided about those that it chooses or changes.
+    """Return a view of SGLang's arguments, with the values of those that it chooses or changes itself.
 
     Args:
-        server_args: SGLang's `ServerArgs`, which keeps what the operator wrote.
+        server_args: SGLang's `ServerArgs`, which keeps the operator's values.
     """
     from sglang.srt.arg_groups.overrides import resolving_view  # pyright: ignore[reportMissingImports]
 
@@ -45,7 +45,7 @@ def check_configuration(arguments: Any) -> None:
         ),
         "--pp-size": (
             arguments.pp_size > 1,
-            "a request that fails in the last stage would go on in the others",
+            "a request that fails in the last stage would continue in the others",
         ),
         "--disaggregation-mode": (
             arguments.disaggregation_mode != "null",

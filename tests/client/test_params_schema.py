@@ -144,7 +144,7 @@ def test_problem_says_what_was_expected(schema: dict[str, Any], params: dict[str
         ({"anyOf": []}, "params_schema.anyOf: must be a list of schemas, not empty"),
         ({"$ref": "http://169.254.169.254/x"}, "only references into the schema itself"),
         ({"$ref": "#/$defs/missing"}, "there is nothing at '#/$defs/missing'"),
-        ({"$ref": "#/title", "title": "x"}, "'#/title' is no schema"),
+        ({"$ref": "#/title", "title": "x"}, "'#/title' is not a schema"),
         ({"$ref": "#/default", "default": {"minimum": "x"}}, "params_schema.$ref.minimum: must be a number"),
         ({"$defs": {"a": {"foo": 1}}}, "params_schema.$defs.a.foo: this keyword is not supported"),
         ({"$defs": 5}, "params_schema.$defs: must be an object of schemas"),

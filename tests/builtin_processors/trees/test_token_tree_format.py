@@ -72,9 +72,9 @@ def test_recorded(case: dict[str, Any], tmp_path: Path) -> None:
         ('{"": []}', 'the member without a name ("") holds an array or an object'),
         ('{"": {"a": {}}}', 'the member without a name ("") holds an array or an object'),
         ('{"prefix_dict":\n {"225": [1,]}}', "line 2, column 13"),
-        ('{"sep": NaN}', "is no JSON: NaN is no number of JSON"),
-        ("[" * 100_000, "is no JSON: "),
-        ("1" * 5000, "is no JSON: "),
+        ('{"sep": NaN}', "is not JSON: NaN is not a JSON number"),
+        ("[" * 100_000, "is not JSON: "),
+        ("1" * 5000, "is not JSON: "),
     ],
 )
 def test_errors_name_the_position(text: str, message: str, tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ def test_accepted_oddities(text: str, tmp_path: Path) -> None:
 
 def test_file_that_is_not_text(tmp_path: Path) -> None:
     (tmp_path / "tree.json").write_bytes(b'{"sep": "\xff"}')
-    with pytest.raises(TreeFormatError, match="is no JSON: 'utf-8' codec"):
+    with pytest.raises(TreeFormatError, match="is not JSON: 'utf-8' codec"):
         load_tree(tmp_path / "tree.json")
     with pytest.raises(OSError, match="No such file"):
         load_tree(tmp_path / "nowhere.json")

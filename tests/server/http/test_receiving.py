@@ -152,10 +152,10 @@ def test_processor_strings_are_counted_before_they_are_decoded(shipping_client: 
     text = '{"source": [' + "[]," * 500
     answer = shipping_client.http.post("/v1/processors", content=text)
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("the request body is no processor string")
+    assert answer.json()["error"]["message"].startswith("the request body is not a processor string")
     answer = shipping_client.post("/generate", {"text": "a", "custom_logit_processor": text})
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("custom_logit_processor: is no processor string")
+    assert answer.json()["error"]["message"].startswith("custom_logit_processor: is not a processor string")
 
 
 def test_bytes_are_counted_as_they_arrive(engine: Any) -> None:
