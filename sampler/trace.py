@@ -58,11 +58,11 @@ class StepTrace:
         self._snapshots: dict[int, list[Snapshot]] = {row: [] for row in top}
 
     def take(self, row: int) -> list[Snapshot]:
-        """Return what was recorded of a row that goes on in a later step; empty if it is not traced."""
+        """Return the snapshots of a row that continues in a later step; empty if it is not traced."""
         return self._snapshots.get(row, []).copy()
 
     def resume(self, row: int, recorded: list[Snapshot]) -> None:
-        """Replace what was recorded of a row by what an earlier step recorded of the same token."""
+        """Replace the snapshots of a row by those that an earlier step recorded of the same token."""
         if row in self.top:
             self._snapshots[row] = recorded
 

@@ -114,7 +114,7 @@ def _serve_on(sockets: list[socket.socket], config: ServerConfig) -> int:
 
 @contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Make no automatic garbage collections inside. What a start imports and loads stays, and is not searched."""
+    """Disable garbage collection in the block: the objects that a start imports and loads are no garbage."""
     gc.disable()
     try:
         yield

@@ -71,7 +71,7 @@ class ShutdownWatchdog:
             self._deadline = min(self._deadline, time.monotonic() + self._allowed(event))
 
     def _events(self) -> Iterator[int]:
-        """Yield what is noted, until the pipe is closed. End the process at the deadline."""
+        """Yield the noted events, until the pipe is closed. End the process at the deadline."""
         while True:
             left = self._deadline - time.monotonic()
             readable, _, _ = select.select([self._read], [], [], None if left == float("inf") else max(0.0, left))
@@ -99,7 +99,7 @@ def end_process() -> None:
             os.kill(pid, signal.SIGKILL)
     message = "the shutdown takes too long: ending the process. These threads are still running: %s"
     names = ", ".join(sorted(thread.name for thread in threading.enumerate()))
-    # In a thread: whoever holds the lock of the log may be what hangs.
+    # In a thread, because the thread that hangs may hold the lock of the log.
     log = threading.Thread(target=logger.error, args=(message, names), daemon=True)
     log.start()
     log.join(_LOG_TIMEOUT)

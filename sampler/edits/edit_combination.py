@@ -34,7 +34,7 @@ _FLOAT = struct.Struct("=f")
 
 
 def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdits:
-    """Return fewer edits with the same effect on the logits, if there are such.
+    """Return fewer edits with the same effect on the logits, if possible.
 
     Registers that are never restored are left out, and the others get new numbers.
     """
@@ -62,7 +62,7 @@ def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdi
 
 
 def _with_arithmetic_in_place(edits: GroupEdits) -> GroupEdits:
-    """Make one edit of each `Save` whose values are only restored at once, where they were."""
+    """Replace each `Save` that is only restored by the next edit, at the same positions, by an `EditPositions`."""
     if not any(type(edit) is Restore and type(last) is Save for last, edit in pairwise(edits)):
         return edits
     num_restored: dict[int, int] = {}
@@ -104,7 +104,7 @@ def _with_joined_puts(edits: GroupEdits) -> GroupEdits:
 
 
 def _key(edit: Edit) -> Hashable:
-    """Return a key that edits have in common if they can be one; None if there are none."""
+    """Return a key that is equal for edits that can be combined; None if the edit cannot be."""
     if isinstance(edit, Put):
         return _operand_key(edit.values)
     if isinstance(edit, Fill):
@@ -152,7 +152,7 @@ class _Registers:
                     self._keys[edit.register] = (number, _arithmetic_key(edit)) if is_first else None
 
     def key(self, edit: Save | Restore) -> Hashable:
-        """Return a key that edits of a layer have in common if they can be one; None if there are none."""
+        """Return a key that is equal for edits of a layer that can be combined; None if the edit cannot be."""
         key = self._keys.get(edit.register)
         return ("combined", self._numbers[edit.register]) if key is not None and isinstance(edit, Restore) else key
 

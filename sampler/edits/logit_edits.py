@@ -34,7 +34,7 @@ from .merged_edits import apply_edits
 _DTYPE = np.dtype(np.uint32)
 NUM_RECENT_VECTORS = 4
 _MAX_JOINED = 4096
-"""Positions from which on the next ones are an edit of their own, so that they need not be copied time and again."""
+"""Positions of an edit to which later ones are still added. Adding copies an edit, so larger ones are left alone."""
 
 AnyPositions: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
 """Positions as an author's code has them: integers [n]."""

@@ -1,9 +1,9 @@
 """Calls that a step does not wait for, and the rows that sit out steps until such a call has ended.
 
-A sandboxed processor may take longer than all of a step's other work. While other sequences run, a step waits for it no
-longer than `StepPatience` allows, and not at all if its last call took longer. Then the call is *deferred*: it goes on
-in its sandbox, its rows sample no token, and the engine plans the next steps without them. When the call has ended, the
-rows are computed again, get the logits that the call left, and go on with what comes after it.
+A sandboxed processor may take longer than the rest of a step. While other sequences run, a step waits for a call no
+longer than `StepPatience` allows, and not at all if the processor's last call took longer. Then the call is *deferred*:
+it continues in its sandbox, its rows sample no token, and the engine plans the next steps without them. When the call
+has ended, the rows are computed again, get the logits as edited by the call, and continue with the stages after it.
 
 Guarantees:
 * A processor is called once for each token of a row, in order, and sees what it would see in an undisturbed run.
@@ -26,10 +26,11 @@ from .executor import Run, RunOutcome
 from .processor_groups import ProcessorGroup, ProcessorUse, StageKey
 
 _MAX_KNOWN = 1024
-"""Names of processors that are kept. Most of them are never called again."""
+"""Number of processors whose last calls are remembered. Most of them are never called again."""
 
 _LONG_CALL = 0.005
-"""CPU seconds of a deferred call, after which the next ones begin at the lowest priority: half of what a step waits."""
+"""CPU seconds of a deferred call, above which the processor's next calls begin at the lowest priority: half of the
+minimum wait of a step."""
 
 BEFORE_ALL: StageKey = (False, -1)
 """Key before that of the first stage."""
@@ -112,7 +113,7 @@ class DeferredCall:
 
 @dataclass
 class _LastCall:
-    """A processor's last call, as far as it is known.
+    """Facts about a processor's last call.
 
     Attributes:
         tenant: owner of the processor.
@@ -176,11 +177,11 @@ class DeferredCalls:
         self._tried.clear()
 
     def begun(self, group: ProcessorGroup, run: Run) -> None:
-        """Let a call that has begun go on at the lowest priority if it may take long, and others run meanwhile.
+        """Lower the priority of a call that has begun if it may take long while other sequences run.
 
-        It may if the last call took long. If that is not known yet, one call per tenant and step shows it, and none
-        while another processor of the tenant takes long: else each of many new processors would take a core from the
-        model until it is deferred.
+        It may take long if the processor's last call did. For a new processor, that is not known: only one call per
+        tenant and step keeps its priority to measure it, and none while another processor of the tenant takes long.
+        Otherwise, each of many new processors would take a core from the model until its call is deferred.
         """
         if self.patience.is_limited and self._may_take_long(group):
             run.lower_priority()
@@ -225,7 +226,7 @@ class DeferredCalls:
         self.num_deferred += 1
 
     def save(self, owner: ProcessorUse, row: SavedRow) -> None:
-        """Save a row that cannot go on in this step."""
+        """Save a row that cannot be sampled in this step."""
         self._saved[owner] = row
 
     def saved(self, owner: ProcessorUse) -> SavedRow | None:
@@ -233,7 +234,7 @@ class DeferredCalls:
         return self._saved.get(owner)
 
     def discard(self, owner: ProcessorUse) -> None:
-        """Drop the saved row of a sequence: it goes on, or has ended."""
+        """Drop the saved row of a sequence that continues or has ended."""
         self._saved.pop(owner, None)
 
     def collect(self, timeout: float = 0.0) -> None:

@@ -1,7 +1,8 @@
 """Calls that begin before their logits exist, and the tokens that they force.
 
-A call that has recorded edits without a look at the logits shows what it forbids before the forward pass. If it leaves
-one token, the processor can be called for the token after it, and so on: one forward pass then computes all of them.
+If a call has recorded its edits without reading the logits, the tokens that it forbids are known before the forward
+pass. If it leaves one token, the processor can be called for the token after it, and so on: one forward pass then
+computes all of them.
 
 Guarantees:
 * A processor is called once for each token of a row, in order. It is called ahead only after tokens that are certain.
@@ -30,19 +31,18 @@ from .processor_groups import GroupRow, GroupStage, ProcessorGroup, ProcessorUse
 MAX_WAIT = 0.01
 """Most seconds of a step to wait for calls before the forward pass, while several sequences run."""
 MAX_PAUSE = 64
-"""Most calls of a processor that have their logits from the beginning after one that used promised ones, and that are
-not waited for after one that forced no token."""
+"""Longest `CallPause`, in calls."""
 _MAX_KNOWN = 1024
-"""Processors that are known to force tokens. Most of them are never called again."""
+"""Number of processors that are remembered as forcing tokens. Most of them are never called again."""
 
 CallKey: TypeAlias = tuple[ProcessorUse, int]
 """A row's use of a processor, and the length of its output at the call."""
 
 
 class CallPause:
-    """The number of calls of a processor for which something is not tried, after a try that failed.
+    """Exponential backoff, counted in calls of a processor: after a failure, some calls make no further attempt.
 
-    Doubles with each failure in a row, from 1 to `MAX_PAUSE`.
+    Their number doubles with each failure in a row, from 1 to `MAX_PAUSE`.
     """
 
     def __init__(self) -> None:
@@ -51,15 +51,15 @@ class CallPause:
 
     @property
     def is_over(self) -> bool:
-        """True if it is to be tried for the next call."""
+        """True if the next call may make an attempt."""
         return self._left == 0
 
     def skip(self) -> None:
-        """Record a call in the pause, for which it was not tried."""
+        """Record a call without an attempt."""
         self._left -= 1
 
     def observe(self, *, has_failed: bool) -> None:
-        """Record a try."""
+        """Record the outcome of an attempt."""
         self._left = self._pause if has_failed else 0
         self._pause = min(2 * self._pause, MAX_PAUSE) if has_failed else 1
 
@@ -165,7 +165,7 @@ class EarlyCall:
             allowed.keep_mask(mask_of(finite, self._vocab_size))
 
     def part(self, group: ProcessorGroup) -> Run:
-        """Return what belongs to some of its rows."""
+        """Return the part of the call for some of its rows."""
         places = [self._places[member.use] for member in group.members]
         if self._outcome is None and len(places) == len(self._places):
             return self.run
@@ -338,7 +338,7 @@ class EarlyCalls:
         return [part for each in rows.values() if (part := group.select(each)) is not None]
 
     def take(self, group: ProcessorGroup) -> Run | None:
-        """Return what belongs to the rows of a group of `split`; None if they have no early call."""
+        """Return the early call of a group of `split`, or the part of it for these rows; None if there is none."""
         call = self._calls.get(_key(group.members[0])) if self._calls else None
         if call is None:
             return None
@@ -354,7 +354,7 @@ class EarlyCalls:
         return call.skip(member) if call is not None else 0.0
 
     def observe(self, group: ProcessorGroup, edits: GroupEdits) -> None:
-        """Learn from the edits of a call whether its processor forces tokens at the moment."""
+        """Infer from the edits of a call whether its processor forces tokens at the moment."""
         name = group.processor.group_name
         if not may_forbid_most(edits, self._vocab_size):
             self._forcing.pop(name, None)
@@ -368,9 +368,10 @@ class EarlyCalls:
         return processor.group_name in self._forcing
 
     def restrict(self, members: Mapping[GroupRow, AllowedTokens]) -> None:
-        """Forbid what processors that force tokens at the moment do with the next tokens of some rows.
+        """Forbid the next tokens of some rows that their processors will forbid, where that is known early.
 
-        They are called for tokens that follow certain ones. All other rows are left open.
+        Calls processors that force tokens at the moment for tokens that follow certain ones. Leaves all other rows
+        open.
 
         Args:
             members: the allowed tokens of rows that have one shipped processor, which is the first in its stage.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .request_view import ModelView
 
 PREPARED_KEY = "__prepared__"
-"""Key in a row's parameters of what an installed processor prepared from them at admission."""
+"""Key in a row's parameters for the object that an installed processor prepared from them at admission."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +67,7 @@ class LoadedProcessor:
         """Check of a request's parameters; None if the class has no `params_schema`.
 
         Raises:
-            ProcessorLoadError: it is no JSON Schema, or has a keyword that is not supported.
+            ProcessorLoadError: it is not a JSON Schema, or has a keyword that is not supported.
         """
         try:
             return None if self.params_schema is None else ParamsSchema(self.params_schema)
@@ -177,7 +177,7 @@ class Run(Protocol):
     def needs_logits(self) -> bool:
         """Return whether a call that was begun by `promise` still needs its logits. Never blocks.
 
-        If not, the call has ended, and `finish` needs only what takes its edits: `provide` may be left out.
+        If not, the call has ended, and its edits can be collected with `finish` without a call of `provide`.
         """
         ...
 
@@ -190,7 +190,7 @@ class Run(Protocol):
         ...
 
     def wait(self, timeout: float) -> bool:
-        """Wait until `finish` will not have to, for at most `timeout` seconds. Return whether that is so."""
+        """Wait at most `timeout` seconds for the call to end. Return whether `finish` would not block."""
         ...
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
@@ -203,16 +203,16 @@ class Run(Protocol):
         ...
 
     def lower_priority(self) -> None:
-        """Let the call go on at the lowest priority, because it is likely to take long. Right after its begin."""
+        """Continue the call at the lowest priority, because it is likely to take long. Called right after its start."""
         ...
 
     def defer(self, logits: torch.Tensor) -> None:
-        """Let the call go on after its step, which no longer waits for it.
+        """Continue the call after its step, which no longer waits for it.
 
-        `finish` edits another tensor, because that of `begin` will be used for the next step.
+        `finish` then edits another tensor, because the next step overwrites that of `begin`.
 
         Args:
-            logits: float32 [rows, vocab], a copy of what `begin` was given.
+            logits: float32 [rows, vocab], a copy of the tensor that `begin` was given.
         """
         ...
 

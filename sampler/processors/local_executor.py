@@ -119,7 +119,7 @@ class LocalExecutor(ABC):
     def restrict(
         self, processor: LoadedProcessor, rows: Sequence[ExecutorRow], allowed: Sequence[AllowedTokens]
     ) -> None:
-        """See `ProcessorExecutor.restrict`. Only processors that come with logitship tell what they will do."""
+        """See `ProcessorExecutor.restrict`. Only processors that come with logitship implement it."""
         if not processor.is_trusted:
             for each in allowed:
                 each.leave_open()

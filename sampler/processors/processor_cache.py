@@ -72,7 +72,7 @@ class ProcessorCache:
     * A tenant that uses no processor can load one of up to `max_bytes // max_entries` bytes, whatever the others use,
       if the other tenants are at most half as many as the places. A tenant's idle processors are evicted before those
       of tenants that have fewer.
-    * A processor that nobody uses for `idle_timeout` is unloaded by a thread that lives only while there are such.
+    * A processor that is idle for `idle_timeout` is unloaded by a thread that exists only while there are idle ones.
     * The executor is called outside the cache's lock: a slow load does not block requests for other processors.
 
     Args:
@@ -197,7 +197,7 @@ class ProcessorCache:
         _end(timer)
 
     def unload_idle(self) -> None:
-        """Unload the processors that nobody has used for `idle_timeout`."""
+        """Unload the processors that have been idle for `idle_timeout`."""
         with self._lock:
             if self._idle_timeout is None:
                 return

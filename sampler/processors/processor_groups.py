@@ -154,7 +154,7 @@ def in_run_order(uses: Iterable[ProcessorUse]) -> list[ProcessorUse]:
 
 
 MAX_PRINTED = 1 << 13
-"""Most characters of what a processor printed that are kept for a request: the last ones."""
+"""Maximum number of printed characters that are kept for a request: the last ones."""
 
 ObserveCall: TypeAlias = "Callable[[int, float, LogitsUse], None]"
 """Takes the number of rows of a call, its duration in seconds, and its use of the logits."""
@@ -346,7 +346,7 @@ class StageLogits:
         return rows
 
     def collector_of(self, group: ProcessorGroup) -> CollectEdits:
-        """Return what takes the edits of a group, see `Run.finish`."""
+        """Return the function that collects the edits of a group, see `Run.finish`."""
 
         def collect(places: Sequence[int], edits: GroupEdits) -> None:
             self._observe(group, edits)

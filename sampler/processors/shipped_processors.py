@@ -254,7 +254,7 @@ class ShippedProcessors(LogitsProcessor):
                 self._calls.discard(self._owners[place])
 
     def _run_stage(self, stage: GroupStage, logits: torch.Tensor, previous: StageKey) -> None:
-        """Call the processors of a stage: those of this process while the others go on elsewhere."""
+        """Call the processors of a stage: those in this process while the sandboxed ones run."""
         if stage.concurrent:
             stage = self._early.split(stage)
         stage_logits = StageLogits(stage, logits, self._early.observe)
@@ -336,13 +336,13 @@ class ShippedProcessors(LogitsProcessor):
         return done
 
     def _save(self, group: ProcessorGroup, rows: torch.Tensor, done: StageKey) -> None:
-        """Let rows go on in a later step, from the stage after `done`."""
+        """Save rows for a later step, in which they continue with the stage after `done`."""
         for place, row in zip(group.rows, rows.clone(), strict=True):
             self._deferred[place] = owner = self._owners[place]
             self._calls.save(owner, SavedRow(row, done, trace=self._trace.take(place)))
 
     def _defer(self, group: ProcessorGroup, rows: torch.Tensor, run: Run, stage: StageKey) -> None:
-        """Let a call go on after the step. Its rows sit out until it has ended."""
+        """Continue a call after the step. Its rows sit out until it has ended."""
         copied = rows.clone()
         run.defer(copied)
         group.stop_sharing_count()

@@ -31,7 +31,7 @@ add_recorded_operations()
 
 
 class Promise:
-    """The promised logits of one call, and later of others: to make the objects behind them takes longer than to edit.
+    """The promised logits of a call. Reused for later calls, because creating the objects takes longer than an edit.
 
     Args:
         source: fetches them, if their values are used.
@@ -50,7 +50,7 @@ class Promise:
     def begin(
         cls, num_rows: int, vocab_size: int, fetch: Callable[[], torch.Tensor], recent: RecentCalls | None = None
     ) -> Promise:
-        """Begin a call. Its promise is that of an earlier call, if nobody refers to the tensors of one any more.
+        """Begin a call. Reuse the promise of an earlier call, if nothing refers to its tensors any more.
 
         See `Source` for the arguments.
         """

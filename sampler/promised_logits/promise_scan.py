@@ -49,7 +49,7 @@ def reason_against_promises(cls: type) -> str:
 
 
 def _reason_in(code: CodeType) -> str:
-    """Return what instructions of some code, in their order, tell against promises."""
+    """Return why this code cannot be called with promised logits; "" if it can."""
     is_type_known = False  # in the expression so far, `type` is called
     of_torch = ""
     for each in dis.get_instructions(code):

@@ -22,19 +22,19 @@ _INTEGERS = frozenset({int, np.int64})
 _INT_TYPES = (torch.int64, torch.int32)
 _COLON = slice(None)
 _ALL_ROWS, _NO_ROWS = "all", "none"
-"""Stand for what comes before the numbers of an index: `:`, which has no hash in Python 3.11, and nothing."""
+"""Keys for an index with `:` before its numbers, which has no hash in Python 3.11, and for one with numbers alone."""
 _MAX_RECENT = 1 << 12
 """Most numbers of an index that may be in `RecentSelections`."""
 _MAX_KEPT = 1 << 18
 """Most elements of all selections there."""
 _MIN_KEPT = 64
-"""Elements that even a smaller selection counts as."""
+"""Minimum number of elements that a selection counts as."""
 _ADJACENT = (1,)
 """Stride of a one-dimensional tensor with nothing between its elements."""
 _FEW_NUMBERS = 16
-"""Up to this many numbers of an index are turned into positions faster than they are found in `RecentSelections`."""
+"""For this many numbers of an index, or fewer, computing the positions is faster than finding `RecentSelections`."""
 _MANY_NUMBERS, _MOST_PLACES_EACH = 512, 64
-"""Equal numbers are looked for without sorting if there are that many, and at most that many places for each."""
+"""Equal numbers are detected without sorting if there are at least this many, and at most this many values for each."""
 _FEW_PLACES = 8
 """Values at a mask are recorded by position if it is set for at most one in this many elements."""
 

@@ -15,7 +15,7 @@ from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
 from .promised_index import RecentSelections
 
 MIN_GIVEN = 64
-"""A call that was given fewer tensors is not searched for unused ones before it ends."""
+"""Number of tensors of a call from which on unused ones are searched for before it ends."""
 
 _MAX_PROMISES = 64
 """Most promises that are kept for later calls, one of each shape."""
@@ -23,11 +23,11 @@ _MAX_PROMISES = 64
 
 @dataclass(frozen=True)
 class RecentCalls:
-    """Objects that earlier calls of a processor have left for its next ones, which take less time with them.
+    """Objects of earlier calls of a processor that are reused to speed up its next calls.
 
     Attributes:
         vectors: copies of vectors.
-        selections: what indices select.
+        selections: selected positions, by index.
         tensors: promised tensors that nothing refers to any more, by shape.
         promises: promises whose tensors nothing refers to any more, by the shape of their logits.
     """
@@ -54,7 +54,7 @@ class Source:
     Args:
         num_rows, vocab_size: their shape.
         fetch: waits for them; returns float32 [num_rows, vocab_size], which the author's code may edit.
-        recent: what earlier calls have left; None: nothing.
+        recent: objects of earlier calls; None: there are none.
 
     Attributes:
         was_read: True if they were fetched.
@@ -169,7 +169,7 @@ class Memory:
         source.add(self)
 
     def clear(self) -> None:
-        """Forget the edits. To be called after a call that read nothing."""
+        """Clear the edits. Only after a call that read nothing."""
         self.log = EditLog(self.source.num_rows, self.source.vocab_size, self.source.recent.vectors)
 
     def read(self) -> torch.Tensor:

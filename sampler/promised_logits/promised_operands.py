@@ -22,7 +22,7 @@ _EXACT_INT = 1 << 53
 _FEW = 8
 """A dense operand is recorded as a number and exceptions from it if at most one in this many elements is one."""
 _SAMPLE = 32
-"""Number of elements, about, that are looked at before all are."""
+"""Approximate number of elements in the sample that is examined before all elements are."""
 
 
 def is_plain(value: Any, dtype: torch.dtype) -> bool:
@@ -155,7 +155,7 @@ class DenseOperand:
             log.edit_rows(rows, operator, operand)
 
     def _exceptions(self) -> tuple[float, Positions, Operand] | None:
-        """Return the number that is nearly everywhere, and the positions with other values, and these."""
+        """Return the number of nearly all elements, the positions of all others, and their values."""
         if self._values.shape[1] < self._vocab_size:
             return None
         found = _Background.of(self._values)

@@ -1,4 +1,4 @@
-"""The tensor that stands for promised logits, and the way of each operation on it: recorded, or on the real logits."""
+"""The tensor that stands for promised logits. Each operation on it is recorded, or runs on the real logits."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _known(name: str, value_of: Callable[[State], Any]) -> Any:
 
 
 class PromisedLogits(torch.Tensor):
-    """Logits of a call, or what was computed from them, that need not exist yet.
+    """Logits of a call, or values computed from them, that need not exist yet.
 
     It has a shape but no storage. PyTorch calls `__torch_function__` for all its operations, the methods here for the
     most frequent ones.
@@ -74,7 +74,7 @@ class PromisedLogits(torch.Tensor):
     device = _known("device", lambda state: _CPU)
 
     def __getattr__(self, name: str) -> Any:
-        """Raise what an ordinary tensor raises."""
+        """Raise the exception of an ordinary tensor."""
         raise AttributeError(f"'Tensor' object has no attribute '{name}'", name=name, obj=self)
 
     def __len__(self) -> int:
@@ -112,13 +112,13 @@ PromisedLogits.__name__ = PromisedLogits.__qualname__ = "Tensor"  # which Python
 
 
 _MAX_UNUSED = 64
-"""Tensors that are kept of one shape, and shapes."""
+"""Maximum number of kept tensors of a shape, and of shapes."""
 _LISTED = next(map(getrefcount, [object()]))
 """Result of `getrefcount` for an element of a list to which nothing else refers."""
 
 
 def _nothing() -> State:
-    """Return what an unused tensor stands for."""
+    """Return the state of an unused tensor."""
     nothing = LogitsView(Memory(Source(0, 0, lambda: torch.empty(0, 0))), range(0), is_one=False)
     nothing.made = nothing.memory.read()
     return nothing
@@ -143,11 +143,11 @@ def wrap(state: State) -> PromisedLogits:
 
 
 def take_back(source: Source) -> bool:
-    """Keep the tensors that the author's code no longer refers to for later use. Return False if it refers to others.
+    """Keep tensors that the author's code no longer refers to for reuse. Return False if it still refers to others.
 
-    To make a tensor, and to free it, takes longer than to record an edit.
+    Creating and freeing a tensor takes longer than recording an edit.
     """
-    # Threads of the author may be given others meanwhile.
+    # Threads of the author's code may be given new tensors at the same time.
     tensors, source.tensors = source.tensors, []
     for place, count in enumerate([*map(getrefcount, tensors)]):
         if count > _LISTED:
@@ -184,7 +184,7 @@ def unwrapped(value: Any) -> Any:
 
 
 def call_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function with the real tensors. Where it returns one of these, return what stood for it."""
+    """Call a function with the real tensors. If it returns one of these, return the promised tensor instead."""
     replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     named = {name: _with_real(value, replaced) for name, value in kwargs.items()}
     result = func(*_with_real(args, replaced), **named)
@@ -195,7 +195,7 @@ def call_real(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 # Not a function inside `call_real`: that would refer to itself, and the cycle keeps the tensors beyond their call.
 def _with_real(value: Any, replaced: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
-    """Return a value with the real tensors in it, and note by their ids what stood for them."""
+    """Replace promised tensors in a value by the real ones, and record the replacements by id."""
     kind = type(value)
     if kind is PromisedLogits:
         tensor = value.promised_state.real

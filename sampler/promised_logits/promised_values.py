@@ -1,4 +1,4 @@
-"""The things that promised tensors stand for: rows of logits, some of their elements, or values copied from them.
+"""States of promised tensors: rows of logits, some of their elements, or values copied from them.
 
 Every method that returns None or False has done nothing: the operation is then made on the real tensors.
 """
@@ -270,7 +270,7 @@ class CellView:
 
 
 class Values:
-    """Values copied from a memory, and what was computed from them.
+    """Values copied from a memory, after some arithmetic.
 
     Args:
         memory: the memory.

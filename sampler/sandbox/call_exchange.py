@@ -138,10 +138,10 @@ class UnansweredCall(Protocol):
 
 
 class AnswerReceiver:
-    """Notifies each call that it watches when data has arrived, on a thread of its own. Its owner does all else.
+    """Notifies each watched call when data has arrived, on a thread of its own.
 
-    Until the logits exist, the engine's thread is in the forward pass. What it did afterwards would delay the step, and
-    take long: the forward pass has displaced code and data from the caches.
+    Until the logits exist, the engine's thread is in the forward pass. Receiving the data afterwards would delay the
+    step, and would be slow, because the forward pass has evicted code and data from the CPU's caches.
 
     Guarantees:
     * `on_readable` is not called after `release`, and has returned when that returns.

@@ -4,11 +4,11 @@ The wall clock alone would kill an honest processor because its neighbours keep 
 which a process only uses while it runs. A process that waits uses none: it is killed once the same time has passed by
 the wall clock. The backstop ends the call of a process that could run, but gets no core.
 
-The wall clock starts once somebody waits for the answer. Until then, a forward pass may take as long as it likes.
+The wall clock starts once a step waits for the answer, so that the length of the forward pass before does not matter.
 
-What nobody's step waits for runs behind the engine, at a lower priority. Nice values count between the threads of one
-session: where Linux has autogroups, each session gets the same share of the cores, whatever the nice values of its
-processes (`sched(7)`). So sandboxes stay in the server's session. To lower a nice value again needs a privilege
+Calls that no step waits for run at a lower priority than the engine. Nice values only have an effect between threads of
+one session: where Linux has autogroups, each session gets the same share of the cores, whatever the nice values of its
+processes (`sched(7)`). So sandboxes stay in the server's session. Lowering a nice value again needs a privilege
 (`CAP_SYS_NICE`). Without it, a sandbox keeps the lowest priority that it ever had.
 """
 
@@ -24,7 +24,7 @@ BACKSTOP = 5.0
 """Longest wall-clock time of a call, as a multiple of its CPU time."""
 
 DEFERRED_BACKSTOP = 60.0
-"""The same for a call that no step waits for: it only gets what others leave of the cores."""
+"""`BACKSTOP` for a call that no step waits for: it only gets CPU time that others leave."""
 
 _MIN_WAIT = 0.01
 """Seconds until the next look at a process that is nearly due."""

@@ -13,12 +13,12 @@ from logitship.sampler.promised_logits.promised_memory import RecentCalls
 
 
 class PromisedCall:
-    """The promised logits of a call, and what became of them.
+    """The promised logits of a call, and their edits.
 
     Args:
         logits: float32 [rows, vocab], the shared memory; the rows are there once `receive` has returned.
         receive: waits for the rows.
-        recent: those of earlier calls.
+        recent: objects of earlier calls, which are reused.
 
     Attributes:
         is_received: True if the rows were received, because the processor used their values. They are then edited in

@@ -50,7 +50,7 @@ _STATUS_TIMEOUT = 0.25
 """Seconds to wait for the wait status of a process whose connection ended."""
 
 _ENDED_STATUS_TIMEOUT = 1.0
-"""The same if the process ends or has ended: on a busy machine, that takes long, and the zygote reports it late."""
+"""`_STATUS_TIMEOUT` of a process that ends or has ended: on a busy machine, the zygote reports it late."""
 
 _STATUS_INTERVAL = 0.002
 """Seconds between two looks whether the wait status has arrived."""
@@ -288,7 +288,7 @@ class Sandbox:
             self._call.deadline.start_waiting()
 
     def defer(self, backstop: float) -> None:
-        """Let the call in flight go on at the lowest priority, because no step waits for it.
+        """Continue the call in flight at the lowest priority, because no step waits for it.
 
         Args:
             backstop: wall-clock seconds that it may take at most, see `CallDeadline`.
@@ -298,7 +298,7 @@ class Sandbox:
             self.lower_priority_of_call()
 
     def lower_priority_of_call(self) -> None:
-        """Let the call in flight go on at the lowest priority."""
+        """Continue the call in flight at the lowest priority."""
         if self._call is not None and not self._has_low_priority:
             self._has_low_priority = True
             if self.is_running:
@@ -439,7 +439,7 @@ class Sandbox:
         self._process.send(DUMP_SIGNAL)
 
     def _fail_with_dump(self, call: _Call, overdue: _Overdue) -> None:
-        """Kill the process once it has written where it is, or does not. Never blocks.
+        """Kill the process once it has written where it is, or its time for that is up. Never blocks.
 
         Raises:
             SandboxDied: it has, or did not.
@@ -453,7 +453,7 @@ class Sandbox:
         call.deadline.next_look = now + _DUMP_PAUSE
 
     def _fail_once_ended(self, closed_at: float) -> None:
-        """Kill the process once its wait status is known, or does not come. Never blocks: other calls go on meanwhile.
+        """Kill the process once its wait status is known, or the time for it is up. Never blocks other calls.
 
         Raises:
             SandboxDied: it is known, or did not come.

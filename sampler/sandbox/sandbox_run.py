@@ -423,7 +423,7 @@ class SandboxRun:
         # The answer to a promise may have arrived long ago, while the model computed.
         own = _own_seconds(answer, elapsed) if answer and self._is_promised else elapsed
         self._seconds += own
-        # What this process measures is charged to a sandbox that understates its time, too.
+        # Measured by this process, so that a sandbox that understates its time is charged, too.
         cpu_seconds = deadline.cpu_seconds()
         if self._is_deferred:
             # Nobody waits for it. Its answer may have arrived long ago.
@@ -507,9 +507,9 @@ class SandboxRun:
 
 
 def _own_seconds(answer: tuple[Answer, bytes], elapsed: float) -> float:
-    """Return a promised call's duration as its sandbox says, within what is possible; `elapsed` if it does not say.
+    """Return a promised call's duration as reported by its sandbox, at most `elapsed`; `elapsed` without a report.
 
-    Limits count what this process measures.
+    Only for receipts and metrics: limits count the time that this process measures.
     """
     kind, body = answer
     if kind not in (Answer.EDITS, Answer.READ, Answer.DONE) or len(body) < SECONDS.size:

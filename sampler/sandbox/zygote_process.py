@@ -131,7 +131,7 @@ class ZygoteProcess:
 
     @property
     def in_background(self) -> bool:
-        """True if sandboxes start in the background. Who wants one to leave it calls `Sandbox.leave_background`."""
+        """True if sandboxes start in the background, at a low priority; see `Sandbox.leave_background`."""
         return self._background_cores is not None
 
     def start(self) -> None:

@@ -43,7 +43,7 @@ def _by_property(schema: Mapping[str, Any]) -> list[Params]:
     described = properties.items() if isinstance(properties, Mapping) else ()
     values = {name: _examples(each) for name, each in described if isinstance(each, Mapping)}
     for name in _list(schema.get("required")):
-        if isinstance(name, str) and not values.get(name):  # what the schema may not contain is reported later
+        if isinstance(name, str) and not values.get(name):  # an invalid schema is reported later
             raise UsageError(
                 f"params: {name!r} is required by the class's params_schema, which has no example for it: give params "
                 f"""(on the command line: --params '{{"{name}": …}}')"""

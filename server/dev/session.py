@@ -122,6 +122,6 @@ class DevSession:
         if LEFT in fault.message:
             return "left in the debugger"
         text = with_source_lines(fault.traceback, self._file.paths)
-        # The last line of the traceback has the exception. What is no exception has no traceback.
+        # The last line of the traceback is the exception. Other faults, such as an invalid result, have no traceback.
         lines = [text, ""] if text else []
         return "\n".join([*lines, fault.message, f"params: {json.dumps(params)}"])

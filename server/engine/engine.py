@@ -160,7 +160,7 @@ class Engine:
         self.num_steps += 1
         num_positions = positions(chunk.sequence for chunk in plan.decode)
         num_forced = self.num_forced - forced_before
-        # Forced tokens cost what prompt tokens do.
+        # A forced token costs as much as a prompt token.
         self._shares.observe_step(self._clock.seconds_without_processors, plan.prompt_cost + num_forced, num_positions)
         if not num_forced:
             self._scheduler.observe(plan, self.num_accepted - accepted_before, time.perf_counter() - plan.started_at)
@@ -296,7 +296,7 @@ class Engine:
         depth: int,
         drafts: Mapping[int, ScheduledChunk],
     ) -> list[int]:
-        """Give some rows their next tokens: sampled ones, unless a look at few logits decides.
+        """Determine the next tokens of some rows: from a few logits if these suffice, by sampling otherwise.
 
         A row is sampled nevertheless if one of these logits is not finite, which may be an error.
 
@@ -333,7 +333,7 @@ class Engine:
         return {**few, **{row: FewTokens([drafts[row].drafts[depth]], takes_largest=True) for row in certain}}
 
     def _largest_of(self, few: Mapping[int, FewTokens], step_logits: StepLogits, depth: int) -> dict[int, int]:
-        """Return the tokens that `sample` would return by row, as far as a look at few logits decides."""
+        """Return the tokens that `sample` would return, for the rows of which a few logits determine it."""
         token_ids = {row: each.token_ids for row, each in few.items() if each.takes_largest and each.token_ids}
         if not token_ids:
             return {}
@@ -343,7 +343,7 @@ class Engine:
         return {row: token for row, token in found.items() if token is not None}
 
     def _deliver_unsampled(self, members: list[Sequence], tokens: Mapping[int, int]) -> list[int]:
-        """Append tokens by row. What their processors did, or would do, is in them."""
+        """Append tokens by row that were determined without sampling. They respect the rows' processors already."""
         self._sampler.skip(tokens)
         output = SamplerOutput([*tokens.values()], [None] * len(tokens), [], [None] * len(tokens))
         return self._deliver(members, tokens, output)

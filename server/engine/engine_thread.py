@@ -32,7 +32,7 @@ IDLE = 1.0
 """Seconds without work after which unused memory is freed, so that a client's next request does not wait for that."""
 
 LONG_IDLE = 20.0
-"""Seconds after that, after which it is freed again: what other threads do for requests may take longer."""
+"""Further seconds after which it is freed again: other threads may need longer to finish their work for requests."""
 
 _COLLECTION_INTERVAL = 60.0
 """Seconds of work between two full garbage collections."""
@@ -103,7 +103,7 @@ class EngineThread:
         self.post(begin)
 
     def stop(self, timeout: float) -> None:
-        """End the thread, after its inbox is empty and the current step is done. What still runs does not finish.
+        """End the thread, after its inbox is empty and the current step is done. Running requests do not finish.
 
         Args:
             timeout: longest wait for that, in seconds. A client's code in the process may never return; the thread then

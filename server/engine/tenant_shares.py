@@ -21,14 +21,14 @@ WINDOW = 10.0
 """Seconds after which a call counts for 1/e of its time."""
 
 PROCESSOR_WAIT = 0.2
-"""Longest wait of a step for processors, while other sequences run: this part of what a step takes without them."""
+"""Longest wait of a step for processors while other sequences run, as a fraction of the step time without them."""
 
 MIN_WAIT = 0.01
-"""Seconds that a step waits at least, because small models take less for a step than a sandbox for its answer."""
+"""Minimum seconds that a step waits, because a step of a small model is shorter than a sandbox's round trip."""
 
 PROMPT_SHARE = 0.5
-"""Longest time for the prompts of a step, while several tenants run: this part of what a step without prompts takes. If
-nothing decodes in the step, 1 is added."""
+"""Longest time for the prompts of a step while several tenants run, as a fraction of the time of a step without
+prompts. If no sequence decodes in the step, 1 is added."""
 
 SHARED_FOR = 1.0
 """Seconds for which prompts stay limited when a tenant is alone again: the next request of another would wait for the
@@ -74,9 +74,9 @@ class TenantShares:
     """Fair shares of the engine's time. Implements `StepPatience`.
 
     A tenant's share is the time of its processors' calls, divided by the time that all cores have, over the last
-    seconds. It grows only while sequences of other tenants run: who is alone may use everything. A tenant whose share
-    exceeds `most` is *over its share*: no step waits for its calls, its sequences with shipped processors sit out while
-    others can run, and its new requests with shipped processors are refused.
+    seconds. It grows only while sequences of other tenants run: a single tenant may use everything. A tenant is *over
+    its share* if its share exceeds `most`: no step waits for its calls, its sequences with shipped processors sit out
+    while others can run, and its new requests with shipped processors are refused.
 
     On the engine thread, except for `others_run`, `retry_after` and `totals`.
 
@@ -195,9 +195,9 @@ class TenantShares:
     def split_prompt_tokens(self, budget: int, wanted: Mapping[str, int]) -> dict[str, int]:
         """Divide the prompt tokens of a step between tenants. Each gets as many, or all that it wants.
 
-        If there is no block for each of them, those are first that got none for the most steps. How many a tenant got
-        before makes no difference: else, a short prompt of one that has been alone would wait until a new one, with
-        long prompts, has had as many.
+        If there is no block for each of them, tenants that got none for the most steps are first. The number of tokens
+        that a tenant got before makes no difference. Otherwise, a short prompt of a tenant that has been alone would
+        wait until a new tenant with long prompts has had as many.
 
         Args:
             budget: most tokens of the step.

@@ -121,7 +121,7 @@ class RunningRequests:
     async def at_intervals(self) -> AsyncIterator[tuple[Continuation, GenerationChunk]]:
         """Yield chunks merged by `stream_interval`. The first token and the end are yielded at once, as in vLLM.
 
-        An error may end the whole stream. So what waits of any continuation is yielded before it.
+        An error may end the whole stream. So the pending chunks of all continuations are yielded before it.
         """
         waiting: dict[int, list[GenerationChunk]] = {}
         async for continuation, chunk in self:

@@ -1,7 +1,7 @@
 """Attention over the slot cache, as an attention function of transformers, and the layout of a forward pass.
 
 A forward pass is one packed row of tokens: first those of each decoding sequence (its last token and its draft), then
-the prompt chunks, one after the other. The model's own code computes everything that is done token by token; only
+the prompt chunks, one after the other. The model's own code computes all per-token operations; only
 attention depends on the sequences. The function stores the new keys and values in the slots and attends to views of
 them. The layout has the positions of the tokens, and the batches of sequences that attend in one call.
 """

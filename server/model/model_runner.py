@@ -160,7 +160,7 @@ class ModelRunner:
             num_complete: number of kept tokens, from the first on, of which all logits are needed.
 
         Returns:
-            Their logits, float32 [num_complete, vocab], and what computes those of all kept tokens.
+            Their logits, float32 [num_complete, vocab], and an object that computes those of all kept tokens.
         """
         with self._cores:
             output = self._forward(decode, prefill, keep)

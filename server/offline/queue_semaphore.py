@@ -39,7 +39,7 @@ class QueueSemaphore:
 
         Args:
             slots: must not exceed the total.
-            owner: what `withdraw` finds the call by.
+            owner: identifies the call for `withdraw`.
 
         Returns:
             True; False, with no slots, if `withdraw` was called meanwhile.

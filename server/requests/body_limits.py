@@ -20,15 +20,15 @@ import numpy as np
 from logitship.server.refusals import QueueFull
 
 MAX_DEPTH = 512
-"""Deepest nesting of a body. orjson itself takes 1024 levels; what reads the objects recursively takes fewer."""
+"""Deepest nesting of a body. orjson itself takes 1024 levels; code that reads the objects recursively takes fewer."""
 
 _BLOCK = 1 << 18
 """Bytes scanned at a time: some milliseconds at worst."""
 _STRUCTURE = b'"[]{},:'
 _OTHERS = bytes(set(range(256)) - set(_STRUCTURE))
 _WEIGHTS = {ord(","): 1, ord(":"): 3, ord("["): 4, ord("{"): 4}
-"""Elements by what precedes them; a string is one more. A string weighs as much as two numbers, a key, an object or a
-list as four."""
+"""Elements that are counted for each of these characters; a string counts one more. So a number counts 1, a string 2,
+and a key, an object or a list 4."""
 _NESTING = np.zeros(256, dtype=np.int8)
 _NESTING[list(b"[{")] = 1
 _NESTING[list(b"]}")] = -1
@@ -94,7 +94,7 @@ def scan_json(text: bytes, max_elements: int) -> JSONScan:
 
     Args:
         text: the text.
-        max_elements: elements beyond which nobody needs the exact number.
+        max_elements: limit beyond which the number need not be exact.
     """
     scan = JSONScan()
     for start in range(0, len(text), _BLOCK):

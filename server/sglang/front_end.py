@@ -98,7 +98,7 @@ class FrontEnd:
         headers = http_request.headers
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         given = [headers.get(SHIPPING_KEY_HEADER, ""), bearer.strip() if scheme.lower() == "bearer" else ""]
-        # All are compared: the time must not tell which key is nearly right.
+        # All are compared, so that the time does not reveal which key is nearly right.
         matches = [hmac.compare_digest(key.encode(), each.encode()) for key in keys for each in given]
         if not any(matches):
             raise ValueError(

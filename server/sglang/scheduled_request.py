@@ -64,7 +64,7 @@ class ScheduledRequest:
             self.fail(f"SGLang continues output token {length} of it, of which {len(own)} are known")
 
     def with_draft(self, token: int) -> ScheduledRequest:
-        """Return what becomes of the request if SGLang accepts a draft token.
+        """Return the state of the request if SGLang accepts a draft token.
 
         Its processors must have been called for the token, and their state is copied: SGLang verifies all draft tokens
         of a step at once, after the processors have edited the logits behind each of them.

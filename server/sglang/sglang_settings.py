@@ -24,4 +24,4 @@ class SglangSettings(PluginSettings):
     secrets = frozenset({"shipping_api_key"})
 
     shipping_api_key: Sequence[str] = field(default=(), repr=False)
-    """Keys that may ship code. Empty: everybody may who may generate."""
+    """Keys that may ship code. Empty: every client that may generate may also ship code."""

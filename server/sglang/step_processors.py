@@ -14,7 +14,7 @@ Guarantees:
   request ends.
 * The history is exact in each call, with overlap scheduling too. Where it cannot be, the request ends instead.
 * Behind a draft token, a processor is called with a copy of the request's state, which is kept only if SGLang accepts
-  the token: to what continues, each processor was called once for each of its tokens.
+  the token. So for each token of an output, a processor is called exactly once.
 * Nothing is raised: an exception would stop SGLang's scheduler.
 """
 

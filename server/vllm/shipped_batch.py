@@ -14,8 +14,8 @@ Guarantees:
 * Calls of `begin` get the logits of the `apply` that follows. If none does, or vLLM samples other rows than it planned,
   their requests end: another call would be the second one for the same token.
 * The history is exact in each call. Where it cannot be, the request ends instead.
-* Behind a draft token, a processor is called with a copy of the sequence's state, and is kept only if vLLM accepts the
-  token: to what continues, each processor was called once for each of its tokens.
+* Behind a draft token, a processor is called with a copy of the sequence's state, which is kept only if vLLM accepts
+  the token. So for each token of an output, a processor is called exactly once.
 * Nothing is raised: an exception would stop vLLM's engine.
 """
 

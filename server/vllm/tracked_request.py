@@ -37,7 +37,7 @@ class TrackedRequest:
         reported: the fault is in the log.
         is_draft: it is a continuation with draft tokens, which may be rejected.
         may_stop_early: a token that its processors forbid is never sampled, so that nothing behind such a draft counts.
-        continuations: what becomes of it if its first draft token is accepted, its first two, and so on.
+        continuations: its state if its first draft token is accepted, its first two, and so on.
     """
 
     record: Any
@@ -69,7 +69,7 @@ class TrackedRequest:
         return self.continuations[-1] if self.continuations else self
 
     def add_draft(self, token: int) -> TrackedRequest:
-        """Return what becomes of the request if one more draft token is accepted.
+        """Return the state of the request if one more draft token is accepted.
 
         Its processors must have been called for the token, and its state is copied: vLLM verifies all draft tokens of a
         step at once, after the processors have edited the logits behind each of them.

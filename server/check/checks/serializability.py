@@ -112,7 +112,7 @@ def _source_differs(how: str) -> Finding:
 
 
 def _included(source: SourceProcessor | None) -> str:
-    """List what else of the author's code is serialized with the class, as far as the source shows it."""
+    """List the other parts of the author's code that are serialized with the class, according to its source."""
     if source is None:
         return ""
     names = [name for name in _bound_names(parse_source(source.source)) if name != source.class_name]

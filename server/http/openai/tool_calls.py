@@ -116,7 +116,7 @@ class _JsonEnd:
 
 
 class ToolCallParser:
-    """Separates the tool calls in an output from its text, as the output arrives. What is not a valid call stays text.
+    """Separates the tool calls in an output from its text, as the output arrives. Invalid calls remain text.
 
     Args:
         format: how the model writes calls.
