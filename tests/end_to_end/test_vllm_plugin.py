@@ -331,23 +331,24 @@ def test_vllm_scheduling_mode(served: tuple[str, Server]) -> None:
 def test_preemption(served: tuple[str, Server], client: Client) -> None:
     """Preempted requests are recomputed, which processors do not notice.
 
-    All requests start in one block of vLLM's cache, and need a second one while they run together.
+    Each of the ten prompts of one request starts in one block of vLLM's cache, and needs a second one while all run.
     """
     tokens, last = 32, 31
-    prompts = [[first, *LONG_IDS[:109]] for first in range(1000, 1008)]
+    prompts = [[first, *LONG_IDS[:109]] for first in range(1000, 1012)]
     with ThreadPoolExecutor() as pool:  # these fit into the cache
         undisturbed = [*pool.map(partial(generate, client, tokens=tokens), prompts[:2])]
 
-    def counted(prompt: list[int]) -> list[int]:
-        return generate(client, prompt, tokens, processor=COUNTS_CALLS, params={"first": prompt[0]})
+    def counted() -> list[list[int]]:
+        options: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        answers = client.generate(prompts[2:], processor=COUNTS_CALLS, params={"first": FIRST}, **options)
+        return [list(answer.output_ids) for answer in answers]
 
     hashed = partial(generate, client, tokens=tokens, processor=HashesHistory, params={"last": last})
-    with ThreadPoolExecutor(max_workers=10) as pool:
-        counting = [pool.submit(counted, prompt) for prompt in prompts[2:]]
+    with ThreadPoolExecutor(max_workers=5) as pool:
+        counting = pool.submit(counted)
         plain = [pool.submit(generate, client, prompt, tokens) for prompt in prompts[:2]]
         hashing = [pool.submit(hashed, prompt) for prompt in prompts[:2]]
-    for prompt, counts in zip(prompts[2:], counting, strict=True):
-        assert counts.result() == [prompt[0] + step for step in range(tokens)]
+    assert counting.result() == [[FIRST + step for step in range(tokens)]] * 10
     assert [each.result() for each in plain] == undisturbed
     for prompt, answer, hashes in zip(prompts, undisturbed, hashing, strict=False):
         assert hashes.result() == [*answer[:last], history_token(prompt, answer[:last], tokens)]
