@@ -284,7 +284,11 @@ def test_timeout_marks_the_line(real_server: str, pages: Pages) -> None:
     playground = real(pages, real_server)
     page = playground.page
     playground.write(LOOPS)
-    playground.run(fails=True)
+    for _ in range(5):  # on a busy machine, the process may be killed before it has written where it is
+        playground.run(fails=True)
+        expect(page.locator("#results")).to_contain_text("gave no answer")
+        if page.locator("#editor .error-line").count():
+            break
     expect(page.locator("#editor .error-line")).to_have_text(re.compile("while len|pass"))
     expect(page.locator("#code-error")).to_contain_text("Go to line")
     expect(page.locator("#code-error pre")).to_contain_text("called")
