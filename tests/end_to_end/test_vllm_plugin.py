@@ -334,21 +334,27 @@ def test_preemption(served: tuple[str, Server], client: Client) -> None:
     Each of the ten prompts of one request starts in one block of vLLM's cache, and needs a second one while all run.
     """
     tokens, last = 32, 31
-    prompts = [[first, *LONG_IDS[:109]] for first in range(1000, 1012)]
+    prompts = [[first, *LONG_IDS[:109]] for first in range(1000, 1018)]
     with ThreadPoolExecutor() as pool:  # these fit into the cache
         undisturbed = [*pool.map(partial(generate, client, tokens=tokens), prompts[:2])]
 
-    def counted() -> list[list[int]]:
+    def counted(prompt: list[int]) -> list[int]:
+        return generate(client, prompt, tokens, processor=COUNTS_CALLS, params={"first": prompt[0]})
+
+    def counted_together() -> list[list[int]]:
         options: dict[str, Any] = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-        answers = client.generate(prompts[2:], processor=COUNTS_CALLS, params={"first": FIRST}, **options)
+        answers = client.generate(prompts[8:], processor=COUNTS_CALLS, params={"first": FIRST}, **options)
         return [list(answer.output_ids) for answer in answers]
 
     hashed = partial(generate, client, tokens=tokens, processor=HashesHistory, params={"last": last})
-    with ThreadPoolExecutor(max_workers=5) as pool:
-        counting = pool.submit(counted)
+    with ThreadPoolExecutor(max_workers=11) as pool:
+        together = pool.submit(counted_together)
+        counting = [pool.submit(counted, prompt) for prompt in prompts[2:8]]
         plain = [pool.submit(generate, client, prompt, tokens) for prompt in prompts[:2]]
         hashing = [pool.submit(hashed, prompt) for prompt in prompts[:2]]
-    assert counting.result() == [[FIRST + step for step in range(tokens)]] * 10
+    assert together.result() == [[FIRST + step for step in range(tokens)]] * 10
+    for prompt, counts in zip(prompts[2:8], counting, strict=True):
+        assert counts.result() == [prompt[0] + step for step in range(tokens)]
     assert [each.result() for each in plain] == undisturbed
     for prompt, answer, hashes in zip(prompts, undisturbed, hashing, strict=False):
         assert hashes.result() == [*answer[:last], history_token(prompt, answer[:last], tokens)]
