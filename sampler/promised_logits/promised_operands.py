@@ -1,6 +1,6 @@
-"""Operands of recorded edits: numbers and tensors of an author, as far as PyTorch uses them in one certain way.
+"""Operands of recorded edits: an author's numbers and tensors, where their conversion to float32 is unambiguous.
 
-Everything here returns None for what is not certain.
+Functions return None for all others, which PyTorch itself then has to handle.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def is_plain(value: Any, dtype: torch.dtype) -> bool:
 
 
 def scalar_of(value: Any, max_dims: int = 0) -> float | None:
-    """Return a number that PyTorch converts to float32 in one certain way.
+    """Return a number whose conversion to float32 is unambiguous; None for anything else.
 
     Args:
         value: the number, or a tensor with one element.

@@ -1,4 +1,4 @@
-"""Settings of terminals, and of standard inputs that are none."""
+"""Terminal settings are restored, also where standard input is not a terminal."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from logitship.server.model.model_loader import LoadedModel
 CHROMIUM = Path(__file__).parents[2] / "peers" / "chromium.sh"
 FOREIGN_NAME = "evil.example"
 """A host name that the browser resolves to this machine, as after DNS rebinding."""
-PATIENCE = 30_000
+PATIENCE = 120_000
 """Timeout of an expectation in milliseconds, for a busy machine."""
 
 
