@@ -1,6 +1,6 @@
 """Operands of recorded edits: an author's numbers and tensors, where their conversion to float32 is unambiguous.
 
-Functions return None for all others, which PyTorch itself then has to handle.
+None stands for all others: such a call is left to PyTorch.
 """
 
 from __future__ import annotations
