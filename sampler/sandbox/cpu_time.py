@@ -151,6 +151,10 @@ class CallDeadline:
         """Give the call more wall-clock seconds, counted from the same moment."""
         self._backstop = backstop
 
+    def is_over(self) -> bool:
+        """Return whether it was exceeded. May be called at any time."""
+        return time.perf_counter() >= self.next_look and self.exceeded() is not None
+
     def exceeded(self) -> str | None:
         """Return the limit that was exceeded, as the end of "gave no answer within …"; None: wait until `next_look`."""
         cpu, now = self.cpu_seconds(), time.perf_counter()

@@ -56,7 +56,8 @@ _STATUS_INTERVAL = 0.002
 """Seconds between two looks whether the wait status has arrived."""
 
 _DUMP_PAUSE = 0.01
-"""Seconds in which a process that runs has written where it is."""
+"""Seconds after which a dump is complete, if no more of it came: of CPU time; or of wall-clock time, as far as the
+process waits. The kernel may take its core between two lines."""
 
 _DUMP_TIMEOUT = 0.1
 """Seconds that it may take for that: of CPU time; or of wall-clock time, as far as it waits."""
@@ -96,19 +97,23 @@ class _Call:
     overdue: _Overdue | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Overdue:
     """A call that exceeded its deadline, and whose process was asked where it is.
 
     Attributes:
         limit: what `CallDeadline.exceeded` returned.
+        num_before: bytes received before it was asked.
+        num_received: bytes received so far.
         deadline: of its response, since it was asked.
-        num_received: bytes received before.
+        pause: of the next part of its response, since the last one.
     """
 
     limit: str
-    deadline: CallDeadline
+    num_before: int
     num_received: int
+    deadline: CallDeadline
+    pause: CallDeadline
 
 
 class Sandbox:
@@ -433,10 +438,14 @@ class Sandbox:
 
     def _ask_where_it_is(self, call: _Call, limit: str) -> None:
         """Let the process write where it is to the connection. It will be killed: no answer is accepted any more."""
+        num_received = len(call.exchange.received)
         deadline = CallDeadline(self._clock, _DUMP_TIMEOUT, _DUMP_BACKSTOP)
-        call.overdue = _Overdue(limit, deadline, len(call.exchange.received))
+        call.overdue = _Overdue(limit, num_received, num_received, deadline, self._dump_pause())
         call.deadline.next_look = deadline.began + _DUMP_PAUSE
         self._process.send(DUMP_SIGNAL)
+
+    def _dump_pause(self) -> CallDeadline:
+        return CallDeadline(self._clock, _DUMP_PAUSE, _DUMP_BACKSTOP)
 
     def _fail_with_dump(self, call: _Call, overdue: _Overdue) -> None:
         """Kill the process once it has written where it is, or its time for that is up. Never blocks.
@@ -444,13 +453,14 @@ class Sandbox:
         Raises:
             SandboxDied: it has, or did not.
         """
-        now, deadline = time.perf_counter(), overdue.deadline
-        dump = bytes(call.exchange.received[overdue.num_received :])
-        is_complete = dump.endswith(b"\n") and now - deadline.began >= _DUMP_PAUSE
-        is_late = now >= deadline.next_look and deadline.exceeded() is not None
-        if is_complete or is_late or call.exchange.closed_at is not None:
+        received = call.exchange.received
+        if len(received) > overdue.num_received:
+            overdue.num_received, overdue.pause = len(received), self._dump_pause()
+        dump = bytes(received[overdue.num_before :])
+        is_complete = dump.endswith(b"\n") and overdue.pause.is_over()
+        if is_complete or overdue.deadline.is_over() or call.exchange.closed_at is not None:
             raise self._fail("deadline", f"gave no answer within {overdue.limit}: its process was killed", dump)
-        call.deadline.next_look = now + _DUMP_PAUSE
+        call.deadline.next_look = time.perf_counter() + _DUMP_PAUSE
 
     def _fail_once_ended(self, closed_at: float) -> None:
         """Kill the process once its wait status is known, or the time for it is up. Never blocks other calls.

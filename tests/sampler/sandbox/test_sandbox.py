@@ -327,6 +327,42 @@ def test_dump_after_the_deadline(pair: tuple[Sandbox, Peer]) -> None:
     assert peer.killed()
 
 
+class StoppedClock(ProcessClock):
+    """The clock of a process that could run, but gets no core."""
+
+    seconds = 0.0
+
+    def cpu_seconds(self) -> float:
+        return self.seconds
+
+    def is_runnable(self) -> bool:
+        return True
+
+
+def test_dump_continues_when_the_process_gets_a_core(
+    pair: tuple[Sandbox, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_module, "_DUMP_BACKSTOP", LONG)
+    sandbox, peer = pair
+    sandbox._clock = clock = StoppedClock(peer.process.pid)
+    sandbox.begin(Command.STEP, b"", 0.05, LONG)
+    clock.seconds += 0.05
+    call = sandbox._call
+    assert call is not None
+    while call.overdue is None:
+        assert sandbox.advance() is None
+    for part in (b"Stack (most recent call first):\n", b'  File "a.py", line 1 in f\n'):
+        peer.connection.send(part)
+        pauses_end = time.perf_counter() + 3 * sandbox_module._DUMP_PAUSE
+        while time.perf_counter() < pauses_end:
+            assert sandbox.advance() is None
+        assert call.exchange.received.endswith(part)
+    clock.seconds += sandbox_module._DUMP_PAUSE
+    end = died(sandbox)
+    assert end.dump == b'Stack (most recent call first):\n  File "a.py", line 1 in f\n'
+    assert peer.killed()
+
+
 def test_deadline_with_partial_answer(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     sandbox.begin(Command.STEP, b"", 0.05)
