@@ -100,7 +100,7 @@ class CallDeadline:
 
     Attributes:
         began: `time.perf_counter` at the start of the call.
-        next_look: `time.perf_counter` when `exceeded` must be called, not before.
+        next_look: `time.perf_counter` when `exceeded` must be called; before it, it returns None.
     """
 
     def __init__(
@@ -151,13 +151,12 @@ class CallDeadline:
         """Give the call more wall-clock seconds, counted from the same moment."""
         self._backstop = backstop
 
-    def is_over(self) -> bool:
-        """Return whether it was exceeded. May be called at any time."""
-        return time.perf_counter() >= self.next_look and self.exceeded() is not None
-
     def exceeded(self) -> str | None:
         """Return the limit that was exceeded, as the end of "gave no answer within …"; None: wait until `next_look`."""
-        cpu, now = self.cpu_seconds(), time.perf_counter()
+        now = time.perf_counter()
+        if now < self.next_look:
+            return None
+        cpu = self.cpu_seconds()
         if cpu >= self._seconds:
             return f"{self._seconds:.4g} s of CPU time"
         if self._waiting_since is None:

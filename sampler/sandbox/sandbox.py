@@ -421,12 +421,10 @@ class Sandbox:
             return None
         answer = self._parse(exchange.answer)
         # Checked last: an answer that arrived in time may be read late, because the server waited for another sandbox.
-        if answer is None and time.perf_counter() >= call.deadline.next_look:
-            limit = call.deadline.exceeded()
-            if limit is not None:
-                exchange.receive()  # it may have answered just before it was looked at
-                answer = self._parse(exchange.answer)
-            if limit is not None and answer is None:
+        if answer is None and (limit := call.deadline.exceeded()) is not None:
+            exchange.receive()  # it may have answered just before it was looked at
+            answer = self._parse(exchange.answer)
+            if answer is None:
                 self._ask_where_it_is(call, limit)
         return answer
 
@@ -457,8 +455,9 @@ class Sandbox:
         if len(received) > overdue.num_received:
             overdue.num_received, overdue.pause = len(received), self._dump_pause()
         dump = bytes(received[overdue.num_before :])
-        is_complete = dump.endswith(b"\n") and overdue.pause.is_over()
-        if is_complete or overdue.deadline.is_over() or call.exchange.closed_at is not None:
+        is_complete = dump.endswith(b"\n") and overdue.pause.exceeded() is not None
+        is_late = overdue.deadline.exceeded() is not None
+        if is_complete or is_late or call.exchange.closed_at is not None:
             raise self._fail("deadline", f"gave no answer within {overdue.limit}: its process was killed", dump)
         call.deadline.next_look = time.perf_counter() + _DUMP_PAUSE
 

@@ -96,8 +96,23 @@ def test_process_that_waits_for_a_moment_goes_on(fake: FakeTime) -> None:
     fake.run(0.1, 0.5)  # it has computed since
     assert deadline.exceeded() is None
     fake.runnable = True
+    fake.run(0.1, 0.0)
     assert deadline.exceeded() is None
     assert deadline.next_look > fake.now + 0.9
+
+
+def test_look_before_it_is_due_changes_nothing(fake: FakeTime) -> None:
+    """Otherwise a process that pages in memory for a moment could be taken for one that waits."""
+    fake.runnable = False
+    deadline = CallDeadline(fake, 2.0)  # type: ignore[arg-type]
+    fake.run(2.0, 0.0)
+    assert deadline.exceeded() is None
+    next_look = deadline.next_look
+    fake.run(0.01, 0.0)
+    assert deadline.exceeded() is None
+    assert deadline.next_look == next_look
+    fake.run(0.1, 0.0)
+    assert deadline.exceeded() == "2 s"
 
 
 @pytest.mark.parametrize("runnable", [True, False])
