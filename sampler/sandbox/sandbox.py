@@ -47,10 +47,11 @@ from .zygote_process import ForkedProcess, ZygoteProcess, pid_of
 T = TypeVar("T")
 
 _STATUS_TIMEOUT = 0.25
-"""Seconds to wait for the wait status of a process whose connection ended."""
+"""Seconds to wait for the wait status of a process that closed its connection and still runs."""
 
-_ENDED_STATUS_TIMEOUT = 1.0
-"""`_STATUS_TIMEOUT` of a process that ends or has ended: on a busy machine, the zygote reports it late."""
+_ENDED_STATUS_TIMEOUT = 5.0
+"""Seconds to wait for the wait status of a process that ends or has ended. On a busy machine it comes late: a deferred
+call ends at the lowest priority, and the zygote reports it in the background."""
 
 _STATUS_INTERVAL = 0.002
 """Seconds between two looks whether the wait status has arrived."""
@@ -336,10 +337,18 @@ class Sandbox:
         return scrub(printed)[-MAX_PRINTED:] if printed else ""
 
     def check(self) -> bool:
-        """Return whether the process is alive. Unlike `alive`, detects that it died while idle."""
+        """Return whether the process is alive. Unlike `alive`, detects that it died while idle.
+
+        Blocks until the wait status of a process that has ended arrives.
+        """
         if self.alive and not self.is_running:
-            self.kill("crash", self._exit_reason(_STATUS_TIMEOUT))
+            self.kill("crash", self._exit_reason(_ENDED_STATUS_TIMEOUT))
         return self.alive
+
+    def record_end(self) -> None:
+        """Record the death of a process that has ended, once its wait status has arrived. Never blocks."""
+        if self._process.status.done():
+            self.kill("crash", self._exit_reason(timeout=0))
 
     def kill(self, kind: str, reason: str, dump: bytes = b"") -> None:
         """Kill the process. The first reason given is kept; for the arguments see `SandboxDied`."""

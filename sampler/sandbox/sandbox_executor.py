@@ -190,12 +190,7 @@ class SandboxExecutor:
         sandbox = sandboxed.current_sandbox  # read once: a request that is admitted may replace it at any time
         self._receiver.release(sandbox.descriptor)  # a call of an aborted step
         run = self._new_run(sandboxed, sandbox, spent)
-        # A sandbox that died is replaced at admission, never here: a step does not wait for a process to start.
-        if any(row.sandbox is None for row in members) and not sandbox.check():
-            died = SandboxDied("load", "lost its process before the first step of this request: try again")
-            run.begin(died, members, logits)
-        else:
-            run.begin(sandbox, members, logits)
+        run.begin(sandbox, members, logits)
         return run
 
     def promise(self, sandboxed: SandboxedProcessor, members: Sequence[SandboxRow]) -> SandboxRun:
@@ -320,7 +315,8 @@ class SandboxExecutor:
         dead: set[Sandbox] = set()
         while not self._stopped.wait(WATCH_INTERVAL):
             for sandbox in list(self._sandboxes):
-                if sandbox.check() and sandbox.cpu_seconds_outside_calls() > limit:
+                sandbox.record_end()
+                if sandbox.alive and sandbox.cpu_seconds_outside_calls() > limit:
                     sandbox.kill("cpu_time", f"used over {limit:g} s of CPU between its calls: its process was killed")
                 self._report(sandbox)
             # Their processors may stay loaded for long. One interval later: a step may be reading an answer.

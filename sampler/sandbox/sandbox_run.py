@@ -248,11 +248,11 @@ class SandboxRun:
         """Give rows the fault of a sandbox that died."""
         self._faults |= dict.fromkeys(rows, self._processor.fault_of_death(died))
 
-    def begin(self, sandbox: Sandbox | SandboxDied, rows: Sequence[SandboxRow], logits: torch.Tensor | None) -> None:
-        """Attach new sequences, and send the call.
+    def begin(self, sandbox: Sandbox, rows: Sequence[SandboxRow], logits: torch.Tensor | None) -> None:
+        """Attach new sequences, and send the call. Never blocks.
 
         Args:
-            sandbox: the processor's sandbox, or why there is none.
+            sandbox: the processor's sandbox, which may have ended.
             rows: the rows of the call.
             logits: float32 [rows, vocab]; None: promise them.
         """
@@ -262,7 +262,6 @@ class SandboxRun:
             index for index, row in enumerate(rows) if row.sandbox is sandbox or self._attach(sandbox, row, index)
         ]
         if self._rows_in_call:
-            assert isinstance(sandbox, Sandbox)
             self._sandbox = sandbox
             # A run of an aborted step may still be pending here. Beginning another call kills its sandbox.
             self._pending[:] = [run for run in self._pending if run._sandbox is not sandbox]
@@ -270,12 +269,14 @@ class SandboxRun:
             command = Command.PROMISE if self._is_promised else Command.STEP
             self._send_call(command, message, self._timeout, self._backstop)
 
-    def _attach(self, sandbox: Sandbox | SandboxDied, row: SandboxRow, index: int) -> bool:
+    def _attach(self, sandbox: Sandbox, row: SandboxRow, index: int) -> bool:
         """Attach a new sequence to a sandbox. Return False if that is impossible; the row then has a fault."""
         if row.sandbox is not None:  # its state died with another sandbox
             self.fail([index], row.sandbox.death)
-        elif isinstance(sandbox, SandboxDied):
-            self.fail([index], sandbox)
+        elif not sandbox.is_running:
+            # It is replaced at admission, never here: a step does not wait for a process to start.
+            reason = "lost its process before the first step of this request: try again"
+            self.fail([index], SandboxDied("load", reason))
         else:
             try:
                 sandbox.enqueue(Command.ATTACH, row.attach_message())

@@ -45,7 +45,7 @@ class SpareSandboxes:
         """
         while (spare := self._pop()) is not None:
             self._missing.set()
-            if spare.check():
+            if spare.is_running:
                 return spare
             spare.close()
         return self._start()

@@ -13,7 +13,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
@@ -430,6 +430,38 @@ def test_check_detects_death_while_idle(pair: tuple[Sandbox, Peer]) -> None:
     peer.status.set_result(signal.SIGKILL)
     assert sandbox.alive
     assert not sandbox.check()
+    assert sandbox.death.reason.startswith("ended its process: SIGKILL")
+
+
+def test_check_waits_for_a_late_status(pair: tuple[Sandbox, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer than for that of a process that closed its connection and still runs."""
+    sandbox, peer = pair
+    monkeypatch.setattr(sandbox_module, "_STATUS_TIMEOUT", 0.0)
+    waits, result = threading.Event(), peer.status.result
+
+    def noticed(timeout: float | None = None) -> int | None:
+        waits.set()
+        return result(timeout)
+
+    monkeypatch.setattr(peer.status, "result", noticed)
+    peer.process.kill()
+    peer.process.wait()
+    with ThreadPoolExecutor() as pool:
+        check = pool.submit(sandbox.check)
+        assert waits.wait(LONG)
+        peer.status.set_result(signal.SIGKILL)
+        assert not check.result(LONG)
+    assert sandbox.death.reason.startswith("ended its process: SIGKILL")
+
+
+def test_end_is_recorded_once_its_status_is_known(pair: tuple[Sandbox, Peer]) -> None:
+    sandbox, peer = pair
+    peer.process.kill()
+    peer.process.wait()
+    sandbox.record_end()
+    assert sandbox.alive
+    peer.status.set_result(signal.SIGKILL)
+    sandbox.record_end()
     assert sandbox.death.reason.startswith("ended its process: SIGKILL")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -9,7 +10,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import ANY
@@ -196,6 +197,37 @@ def test_step_never_starts_a_sandbox(
     executor.ensure(processor)
     assert executor.is_ready(processor)
     assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
+
+
+@contextlib.contextmanager
+def stopped(zygote: ZygoteProcess) -> Iterator[None]:
+    """Stop a zygote for the duration of the block: it reports no wait status."""
+    assert zygote._zygote is not None
+    pidfd = zygote._zygote.pidfd
+    signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+
+
+def test_step_does_not_wait_for_the_status_of_a_process_that_died_while_idle(
+    executor: SandboxExecutor, caller: Caller, zygote: ZygoteProcess
+) -> None:
+    """New rows have their fault at once. The others have it once the reason is known, which may take seconds."""
+    processor = executor.load(source(ADDS))
+    with_state, new = caller.attach(processor, by=1.0), caller.attach(processor, by=1.0)
+    caller.call(processor, with_state)
+    with stopped(zygote):
+        sandbox_of(processor)._process.kill()
+        while sandbox_of(processor).is_running:
+            time.sleep(0.001)
+        run = executor.group(processor, [with_state, new]).begin(torch.zeros(2, VOCAB))
+        assert not run.wait(0)
+    assert faults(run.finish()) == {
+        0: ("crash", "processor P ended its process: SIGKILL (killed)"),
+        1: ("load", "processor P lost its process before the first step of this request: try again"),
+    }
 
 
 def test_sandbox_that_is_replaced_while_a_call_begins(

@@ -18,11 +18,8 @@ class FakeSandbox:
 
     def __init__(self) -> None:
         self.thread = threading.current_thread()
-        self.alive = True
+        self.is_running = True
         self.closed = False
-
-    def check(self) -> bool:
-        return self.alive
 
     def close(self) -> None:
         self.closed = True
@@ -104,7 +101,7 @@ def test_dead_sandbox_is_skipped() -> None:
     spares = SpareSandboxes(starts, 1)
     starts.wait_until_made(1)
     (dead,) = starts.made
-    dead.alive = False
+    dead.is_running = False
     assert taken(spares) is not dead
     assert dead.closed
     spares.close()
