@@ -50,8 +50,8 @@ _STATUS_TIMEOUT = 0.25
 """Seconds to wait for the wait status of a process that closed its connection and still runs."""
 
 _ENDED_STATUS_TIMEOUT = 5.0
-"""Seconds to wait for the wait status of a process that ends or has ended. On a busy machine it comes late: a deferred
-call ends at the lowest priority, and the zygote reports it in the background."""
+"""Seconds to wait for the wait status of a process that ends or has ended. On a busy machine it comes late: a process
+with the lowest priority takes long to end, and the zygote that reports it runs in the background."""
 
 _STATUS_INTERVAL = 0.002
 """Seconds between two looks whether the wait status has arrived."""
@@ -339,7 +339,7 @@ class Sandbox:
     def check(self) -> bool:
         """Return whether the process is alive. Unlike `alive`, detects that it died while idle.
 
-        Blocks until the wait status of a process that has ended arrives.
+        If it has ended, blocks until its wait status arrives, for at most `_ENDED_STATUS_TIMEOUT` seconds.
         """
         if self.alive and not self.is_running:
             self.kill("crash", self._exit_reason(_ENDED_STATUS_TIMEOUT))
