@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -88,6 +90,16 @@ def caller(executor: SandboxExecutor, model: ModelView) -> Caller:
 def sandbox_of(processor: LoadedProcessor) -> Sandbox:
     sandbox: Sandbox = processor.instance.current_sandbox
     return sandbox
+
+
+@contextlib.contextmanager
+def stopped(pidfd: int) -> Iterator[None]:
+    """Stop a process in the block."""
+    signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        signal.pidfd_send_signal(pidfd, signal.SIGCONT)
 
 
 def faults(outcome: RunOutcome) -> dict[int, tuple[str, str]]:

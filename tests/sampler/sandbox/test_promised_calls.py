@@ -25,7 +25,7 @@ from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.sampler.sandbox.sandbox_run import SandboxRun
 
-from .conftest import MAX_ROWS, VOCAB, Caller, faults, sandbox_of, source
+from .conftest import MAX_ROWS, VOCAB, Caller, faults, sandbox_of, source, stopped
 
 LONG = 60.0
 
@@ -98,15 +98,8 @@ def finished(run: SandboxRun, num_rows: int = 1) -> tuple[torch.Tensor, RunOutco
     return logits, run.finish()
 
 
-@contextmanager
-def stopped(processor: LoadedProcessor) -> Iterator[None]:
-    """Stop the sandbox of a processor in the block."""
-    pidfd = sandbox_of(processor)._process.pidfd
-    signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+def pidfd_of(processor: LoadedProcessor) -> int:
+    return sandbox_of(processor)._process.pidfd
 
 
 def test_edits_are_decoded_before_the_logits_exist(
@@ -140,7 +133,7 @@ def test_answer_that_arrives_after_the_logits(
     executor: SandboxExecutor, promise: Promise, early_answers: threading.Semaphore
 ) -> None:
     processor, quick = executor.load(source(FORBIDS)), executor.load(source(FORBIDS), "another")
-    with stopped(processor):
+    with stopped(pidfd_of(processor)):
         run, quick_run = promise(processor, {"ids": [2]}), promise(quick, {"ids": [3]})
         assert early_answers.acquire(timeout=LONG)
         assert not quick_run.needs_logits()
@@ -156,7 +149,7 @@ def test_answer_that_arrives_after_the_logits(
 def test_answer_that_arrives_while_another_is_awaited(executor: SandboxExecutor, promise: Promise) -> None:
     """Also one that was never asked for: a step is aborted call by call."""
     processors = [executor.load(source(FORBIDS), tenant) for tenant in "abc"]
-    with stopped(processors[0]), stopped(processors[2]):
+    with stopped(pidfd_of(processors[0])), stopped(pidfd_of(processors[2])):
         runs = [promise(processor, {"ids": [4]}) for processor in processors]
     for run in runs:
         logits, outcome = finished(run)
@@ -286,7 +279,7 @@ def test_call_of_an_aborted_step(
 ) -> None:
     """Its sandbox is killed, because its state is not known; nobody else notices."""
     processor, other = executor.load(source(FORBIDS)), executor.load(source(FORBIDS), "other")
-    with stopped(processor):
+    with stopped(pidfd_of(processor)):
         promise(processor, {"ids": [1]})
         next_run = promise(processor, {"ids": [2]})
     other_run = promise(other, {"ids": [3]})
@@ -299,7 +292,7 @@ def test_call_of_an_aborted_step(
 
 def test_executor_ends_while_calls_are_promised(executor: SandboxExecutor, promise: Promise) -> None:
     processor = executor.load(source(FORBIDS))
-    signal.pidfd_send_signal(sandbox_of(processor)._process.pidfd, signal.SIGSTOP)
+    signal.pidfd_send_signal(pidfd_of(processor), signal.SIGSTOP)
     run = promise(processor, {"ids": [1]})
     executor.close()
     assert faults(finished(run)[1]) == {0: ("crash", "processor P was unloaded")}

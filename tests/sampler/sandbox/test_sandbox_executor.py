@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import random
@@ -10,7 +9,7 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import ANY
@@ -41,7 +40,7 @@ from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxL
 from logitship.sampler.sandbox.sandbox_run import SandboxedProcessor, read_faults
 from logitship.sampler.sandbox.zygote_process import ZygoteProcess
 
-from .conftest import MAX_ROWS, VOCAB, Caller, faults, sandbox_of, source
+from .conftest import MAX_ROWS, VOCAB, Caller, faults, sandbox_of, source, stopped
 
 LONG = 60.0
 
@@ -199,18 +198,6 @@ def test_step_never_starts_a_sandbox(
     assert caller.call(processor, caller.attach(processor, by=1.0))[0] == [1]
 
 
-@contextlib.contextmanager
-def stopped(zygote: ZygoteProcess) -> Iterator[None]:
-    """Stop a zygote for the duration of the block: it reports no wait status."""
-    assert zygote._zygote is not None
-    pidfd = zygote._zygote.pidfd
-    signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        signal.pidfd_send_signal(pidfd, signal.SIGCONT)
-
-
 def test_step_does_not_wait_for_the_status_of_a_process_that_died_while_idle(
     executor: SandboxExecutor, caller: Caller, zygote: ZygoteProcess
 ) -> None:
@@ -218,7 +205,8 @@ def test_step_does_not_wait_for_the_status_of_a_process_that_died_while_idle(
     processor = executor.load(source(ADDS))
     with_state, new = caller.attach(processor, by=1.0), caller.attach(processor, by=1.0)
     caller.call(processor, with_state)
-    with stopped(zygote):
+    assert zygote._zygote is not None
+    with stopped(zygote._zygote.pidfd):  # it reports no wait status
         sandbox_of(processor)._process.kill()
         while sandbox_of(processor).is_running:
             time.sleep(0.001)
