@@ -1,4 +1,4 @@
-"""An executor on a zygote of the module, and calls of its processors."""
+"""An executor on a zygote that all tests share, and calls of its processors."""
 
 from __future__ import annotations
 
@@ -38,30 +38,38 @@ def source(body: str) -> SourceProcessor:
     return SourceProcessor(f"{header}    def __call__(self, logits, custom_param_list=None):\n{lines}", "P")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def model(tokenizer: Tokenizer) -> ModelView:
     return ModelView(VOCAB, EOS, tokenizer.hf_tokenizer)
 
 
-@pytest.fixture(scope="module")
+class SharedZygote(ZygoteProcess):
+    """A zygote that outlives the executors that use it."""
+
+    def close(self) -> None:
+        """Do nothing: see `end`."""
+
+    def end(self) -> None:
+        super().close()
+
+
+@pytest.fixture(scope="session")
 def zygote(model: ModelView) -> Iterator[ZygoteProcess]:
-    zygote = ZygoteProcess(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20, background_cores=background_cores(1))
+    zygote = SharedZygote(names=NAMES, max_rows=MAX_ROWS, memory_limit=64 << 20, background_cores=background_cores(1))
     zygote.start()
     zygote.set_up(model)
     yield zygote
-    zygote.close()
+    zygote.end()
 
 
 @pytest.fixture
 def executor(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> Iterator[SandboxExecutor]:
-    """An executor on the module's zygote, which outlives it."""
+    """An executor on the shared zygote, which outlives it."""
     monkeypatch.setattr(sandbox_executor, "WATCH_INTERVAL", 0.02)
     limits = SandboxLimits(cpu_time=0.3, step_timeout=2.0, first_step_timeout=2.0, load_timeout=20.0)
     executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
-    with monkeypatch.context() as patch:
-        yield executor
-        patch.setattr(zygote, "close", lambda: None)
-        executor.close()
+    yield executor
+    executor.close()
 
 
 class Caller:

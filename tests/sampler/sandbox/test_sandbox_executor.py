@@ -281,10 +281,9 @@ def test_timeout_quotes_the_right_line(executor: SandboxExecutor, caller: Caller
 
 
 @pytest.mark.usefixtures("time_for_dumps")
-def test_timeout_of_a_load_says_where(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeout_of_a_load_says_where(zygote: ZygoteProcess) -> None:
     limits = SandboxLimits(cpu_time=2.0, step_timeout=1.0, first_step_timeout=1.0, load_timeout=0.5)
     executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
-    monkeypatch.setattr(zygote, "close", lambda: None)
     with pytest.raises(ProcessorLoadError) as raised:
         executor.load(SourceProcessor(HANGS_IN_INIT.format(body="while True: pass"), "P"))
     executor.close()
@@ -303,12 +302,9 @@ return logits + 1
 """
 
 
-def test_first_call_may_take_longer_once(
-    zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_call_may_take_longer_once(zygote: ZygoteProcess, model: ModelView) -> None:
     limits = SandboxLimits(cpu_time=20.0, step_timeout=0.5, first_step_timeout=60.0, load_timeout=20.0)
     executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
-    monkeypatch.setattr(zygote, "close", lambda: None)
     caller = Caller(executor, model)
     slow_at_first = executor.load(source(SPINS_ONCE.format(seconds=0.8)), "one")
     assert caller.call(slow_at_first, caller.attach(slow_at_first)) == ([1], RunOutcome(ANY, {}, False, 0.0, ANY, ANY))
@@ -347,12 +343,9 @@ def test_waiting_counts_against_the_deadline(executor: SandboxExecutor, caller: 
     assert outcome.charged > 0.25
 
 
-def test_waiting_uses_up_the_time_of_first_calls(
-    zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_uses_up_the_time_of_first_calls(zygote: ZygoteProcess, model: ModelView) -> None:
     limits = SandboxLimits(cpu_time=20.0, step_timeout=0.1, first_step_timeout=60.0, load_timeout=20.0)
     executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
-    monkeypatch.setattr(zygote, "close", lambda: None)
     caller = Caller(executor, model)
     processor = executor.load(source(SLEEPS), "one")
     assert not caller.call(processor, caller.attach(processor))[1].faults
@@ -360,12 +353,9 @@ def test_waiting_uses_up_the_time_of_first_calls(
     executor.close()
 
 
-def test_waiting_before_and_after_a_read_shares_the_deadline(
-    zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_waiting_before_and_after_a_read_shares_the_deadline(zygote: ZygoteProcess, model: ModelView) -> None:
     limits = SandboxLimits(cpu_time=20.0, step_timeout=0.8, first_step_timeout=0.8, load_timeout=20.0)
     executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
-    monkeypatch.setattr(zygote, "close", lambda: None)
     caller = Caller(executor, model)
     processor = executor.load(source(f"import time\ntime.sleep(0.6)\nfloat(logits.max())\n{SLEEPS}"))
     outcome = caller.call(processor, caller.attach(processor))[1]
@@ -382,16 +372,13 @@ return logits + 1
 """
 
 
-def test_spinners_do_not_end_an_honest_processor(
-    zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spinners_do_not_end_an_honest_processor(zygote: ZygoteProcess, model: ModelView) -> None:
     """It needs less than half of its CPU time, but on a core that it shares with spinners, more than that by the clock.
 
     The spinners end: some by their CPU time, the others by the backstop.
     """
     limits = SandboxLimits(cpu_time=20.0, step_timeout=0.4, first_step_timeout=0.4, load_timeout=20.0)
     executor = SandboxExecutor(zygote, limits, MAX_ROWS, VOCAB)
-    monkeypatch.setattr(zygote, "close", lambda: None)
     caller = Caller(executor, model)
     spinners = [executor.load(source(f"{LOOPS}  # {number}"), f"tenant {number}") for number in range(4)]
     honest = executor.load(source(COMPUTES))
@@ -638,22 +625,18 @@ def test_unload_kills_the_process(executor: SandboxExecutor) -> None:
     assert process.status.result(30) == 9
 
 
-def test_close_kills_all_sandboxes(zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_kills_all_sandboxes(zygote: ZygoteProcess, model: ModelView) -> None:
     before = set(threading.enumerate())
     executor = SandboxExecutor(zygote, LIMITS, MAX_ROWS, VOCAB)
     processes = [sandbox_of(executor.load(source(body)))._process for body in (ADDS, COUNTS)]
-    monkeypatch.setattr(zygote, "close", lambda: None)
     executor.close()
     executor.close()
     assert [process.status.result(30) for process in processes] == [9, 9]
     assert "logitship-sandboxes" not in {thread.name for thread in set(threading.enumerate()) - before}
 
 
-def test_spare_sandbox_is_counted_once_used(
-    zygote: ZygoteProcess, model: ModelView, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_spare_sandbox_is_counted_once_used(zygote: ZygoteProcess, model: ModelView) -> None:
     executor = SandboxExecutor(zygote, LIMITS, MAX_ROWS, VOCAB, num_spares=1)
-    monkeypatch.setattr(zygote, "close", lambda: None)
     caller = Caller(executor, model)
     assert (executor.stats().alive, executor.stats().started) == (0, 0)
     for by in (1.0, 2.0):  # the second may find no spare
@@ -833,7 +816,6 @@ def test_results_equal_those_of_in_process_executor(
         assert no_faults == also_none == []
         applied += not torch.equal(expected, logits)
     assert applied > 20
-    monkeypatch.setattr(zygote, "close", lambda: None)
     executor.close()
 
 
