@@ -76,11 +76,21 @@ def tiny_model(vocab_size: int = 260, max_len: int = 512, seed: int = 0) -> Llam
 
 
 HERE = Path(__file__).parent
-SLOW = (
-    "benchmarks",
-    "builtin_processors/test_composition.py",
+THOROUGH = (
+    "benchmarks/test_smoke.py",
     "client/serialization/test_sglang_peer.py",
     "end_to_end",
+    "sandbox/test_kills.py",
+    "sandbox/test_noisy_neighbours.py",
+    "server/playground",
+    "test_cookbook.py",
+    "test_site.py",
+    "test_wheel.py",
+)
+"""Run by `--all` only: tests that need a peer, a browser or downloads, that count on a share of the cores, or that take
+long for what they cover."""
+SLOW = (
+    "builtin_processors/test_composition.py",
     "sampler/ops/test_exact_sampling.py",
     "sampler/sandbox",
     "sandbox",
@@ -97,45 +107,52 @@ SLOW = (
     "server/model/test_deterministic.py",
     "server/model/test_packed_linear_memory.py",
     "server/offline/test_engine_owner.py",
-    "server/playground",
     "server/test_http_server.py",
     "server/vllm_names/test_import_hook.py",
-    "test_cookbook.py",
     "test_documentation.py",
-    "test_site.py",
-    "test_wheel.py",
 )
-"""Left out by `--fast`: tests that need a real model, a browser, a peer or sandboxes, build the package or the site, or
-take long because they count samples, measure memory or start programs."""
-SLOW_FIXTURES = frozenset({"clients_environment", "sglang", "results"})
-"""Fixtures that start a peer, or programs."""
+"""Left out by `--fast`, beside those: tests that need sandboxes or the default model, or take long because they count
+samples, measure memory or start programs."""
+PEERS = frozenset({"clients_environment", "sglang", "results"})
+"""Fixtures that start a peer, or download one."""
 FAST_SEEDS = 4
 """Number of seeds that `--fast` runs of each test with a parameter `seed`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fast", action="store_true", help="run only tests that take milliseconds, and need no sandbox")
     parser.addoption(
-        "--fast",
-        action="store_true",
-        help="leave out tests that need a real model, a browser, a peer or sandboxes, and most random seeds",
+        "--all", action="store_true", help="run all tests, also those that need peers or a browser, or take long"
     )
 
 
-def pytest_configure() -> None:
-    if missing := [path for path in SLOW if not (HERE / path).exists()]:
-        raise pytest.UsageError(f"tests/conftest.py names slow tests that do not exist: {', '.join(missing)}")
+def pytest_configure(config: pytest.Config) -> None:
+    if missing := [path for path in SLOW + THOROUGH if not (HERE / path).exists()]:
+        raise pytest.UsageError(f"tests/conftest.py names tests that do not exist: {', '.join(missing)}")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    return True if config.getoption("--fast") and collection_path in [HERE / path for path in SLOW] else None
+    left_out = THOROUGH * (not _runs_thorough(config)) + SLOW * _is_fast(config)
+    return True if collection_path in [HERE / path for path in left_out] else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not config.getoption("--fast"):
-        return
-    slow = [item for item in items if _is_slow(item)]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if not _is_slow(item)]
+    kept, left_out = [], []
+    for item in items:
+        is_left_out = (_is_thorough(item) and not _runs_thorough(config)) or (_is_slow(item) and _is_fast(config))
+        (left_out if is_left_out else kept).append(item)
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = kept
+
+
+def _is_fast(config: pytest.Config) -> bool:
+    return bool(config.getoption("--fast"))
+
+
+def _runs_thorough(config: pytest.Config) -> bool:
+    """Return whether thorough tests run: with `--all`, and if the command line names a path below this folder."""
+    paths = [config.invocation_params.dir / argument.split("::")[0] for argument in config.args]
+    return bool(config.getoption("--all")) or any(HERE in path.resolve().parents for path in paths)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -152,17 +169,22 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def _is_thorough(item: pytest.Item) -> bool:
+    """Return whether a test is marked as thorough, or needs a peer."""
+    fixtures = getattr(item, "fixturenames", ())
+    return item.get_closest_marker("thorough") is not None or not PEERS.isdisjoint(fixtures)
+
+
 def _is_slow(item: pytest.Item) -> bool:
-    """Return whether a test is marked as slow, starts a peer, or has a parameter of a slow one.
+    """Return whether a test is marked as slow, or has a parameter of a slow one.
 
     Such a parameter asks for sandboxes, or is a seed of many.
     """
-    fixtures = getattr(item, "fixturenames", ())
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     marked = item.get_closest_marker("slow") is not None
     # An array compares by element.
     sandboxed = any(isinstance(param, str) and param == "sandbox" for param in params.values())
-    return marked or not SLOW_FIXTURES.isdisjoint(fixtures) or sandboxed or params.get("seed", 0) >= FAST_SEEDS
+    return marked or sandboxed or params.get("seed", 0) >= FAST_SEEDS
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import json
 import re
@@ -37,6 +38,8 @@ ON_THE_DEFAULT_MODEL = {
     "traces.md",
 }
 """Pages whose examples show answers of the default model. The others run on a tiny one."""
+LOADS_THE_DEFAULT_MODEL = {"beam-search.md", "checking.md", "offline.md"}
+"""Pages whose examples load the default model themselves."""
 BY_ITSELF = {"tutorial.md"}
 """Followed command by command: `tests/end_to_end/test_tutorial.py`."""
 
@@ -116,7 +119,11 @@ def blocks_of(page: Path) -> Iterator[Block]:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 CURL_BLOCKS = [block for block in BLOCKS if block.language == "bash" and not block.word]
 PYTHON_PAGES = [
-    page
+    pytest.param(
+        page,
+        id=page.name,
+        marks=pytest.mark.thorough if page.name in ON_THE_DEFAULT_MODEL | LOADS_THE_DEFAULT_MODEL else (),
+    )
     for page in PAGES
     if page.name not in BY_ITSELF and any(block.language == "python" for block in blocks_of(page))
 ]
@@ -186,7 +193,7 @@ def test_blocks_that_are_not_run_are_listed() -> None:
 
 
 @pytest.mark.timeout(1500)  # the cookbook generates much, on a machine that may be busy
-@pytest.mark.parametrize("page", PYTHON_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PYTHON_PAGES)
 def test_python_of_a_page_runs_as_one_script(
     page: Path,
     request: pytest.FixtureRequest,
@@ -203,7 +210,10 @@ def test_python_of_a_page_runs_as_one_script(
     script = tmp_path / f"{page.stem.replace('-', '_')}.py"
     parts = [f"{code}\n\nprint({end_of_example!r})\n" for code, _ in examples]
     script.write_text("\n\n".join(parts).replace(IN_THE_EXAMPLES, base_url))
-    runpy.run_path(str(script), run_name="__main__")
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        gc.collect()  # the model that the page loaded takes more than a GB
     printed = capsys.readouterr().out.split(end_of_example)
     for (_, expected), output in zip(examples, printed, strict=False):
         if expected:

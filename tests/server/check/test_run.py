@@ -61,6 +61,7 @@ def test_second_params_are_derived(check: Check, good: type[CustomLogitProcessor
     assert (report.params, report.num_given_params) == ([{"token_ids": [3]}, {"token_ids": [7]}], 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "cls", [cls for cls in BUILTIN_PROCESSORS if cls not in MADE_BY_THE_SERVER], ids=lambda cls: cls.name
 )

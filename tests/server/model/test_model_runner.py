@@ -91,7 +91,7 @@ def test_each_thread_of_the_team_gets_a_core() -> None:
     assert after[own] == CORES
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(("num_threads", "team_exists"), [(1, False), (len(CORES), True)])
 def test_nothing_is_bound(num_threads: int, team_exists: bool) -> None:
     """With one thread, or a team that was started before."""
