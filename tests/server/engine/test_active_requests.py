@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ from logitship.server.requests.body_limits import QueuedBytes
 from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, GenerationStream
 from logitship.server.requests.sequence import Sequence
 from logitship.server.tokenizer import Tokenizer
+from tests.helpers.coroutines import run
 
 MakeSequence = Callable[[ActiveRequest, int], Sequence]
 PROCESSOR = LoadedProcessor("sha256:1", "P", DisabledExecutor("none"), None)
@@ -65,10 +66,6 @@ def active(rid: str, n: int = 1, **fields: Any) -> ActiveRequest:
     request = GenerationRequest(rid=rid, prompt_token_ids=[5, 6], sampling_params=SamplingParams(), n=n, **fields)
     meter = RequestMeter(RequestMetrics(CollectorRegistry(), ProcessorLabels({})))
     return ActiveRequest(request, GenerationStream(n, lambda: None), meter, n, processors=[PROCESSOR])
-
-
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, 60))
 
 
 async def chunks(request: ActiveRequest) -> list[GenerationChunk]:

@@ -2,11 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
-from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine import async_engine
 from logitship.server.engine.async_engine import _LARGE_BODY_MEMORY, AsyncEngine
 from logitship.server.engine.engine import Engine
@@ -23,111 +21,46 @@ from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import ModelRunner
 from logitship.server.refusals import BadRequest, QueueFull, RequestRefused, ServiceUnavailable
 from logitship.server.requests.body_limits import QueuedBytes
-from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, ProcessorRequest
-
-BuildEngine = Callable[..., AsyncEngine]
-
-BOOST = SourceProcessor(
-    """
-from logitship import CustomLogitProcessor
-
-class Boost(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in zip(logits, custom_param_list):
-            row[params["token_id"]] += params.get("by", 1000.0)
-        return logits
-""",
-    "Boost",
+from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest
+from tests.helpers.coroutines import run, until
+from tests.helpers.engine_requests import (
+    BuildEngine,
+    Output,
+    generate,
+    generate_all,
+    generate_together,
+    request,
 )
-COUNTDOWN = SourceProcessor(
-    """
-from logitship import CustomLogitProcessor
+from tests.helpers.processors import BOOST, shipped, shipped_by_row
 
-class Countdown(CustomLogitProcessor):
-    '''Forces the number of tokens before this one; fails if the history is not exact.'''
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in zip(logits, custom_param_list):
-            req = params["__req__"]
-            position = len(req.origin_input_ids) + len(req.output_ids)
-            assert req.state.setdefault("next", position) == position
-            req.state["next"] = position + 1
-            row[:] = -float("inf")
-            row[position % req.vocab_size] = 0.0
-        return logits
-""",
+COUNTDOWN = shipped_by_row(
     "Countdown",
-)
-RAISES = SourceProcessor(
     """
-from logitship import CustomLogitProcessor
-
-class Raises(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        if len(custom_param_list[0]["__req__"].output_ids) >= custom_param_list[0].get("after", 0):
-            raise ValueError("no such luck")
-        return logits
-""",
-    "Raises",
+    # Force the number of tokens before this one; fail if the history is not exact.
+    position = len(req.origin_input_ids) + len(req.output_ids)
+    assert req.state.setdefault("next", position) == position
+    req.state["next"] = position + 1
+    row[:] = -torch.inf
+    row[position % req.vocab_size] = 0.0
+    """,
 )
-
-
-def request(
-    rid: str = "r",
-    prompt: str | list[int] = "hello",
-    *,
-    n: int = 1,
-    processors: tuple[tuple[ProcessorString, dict[str, Any] | None], ...] = (),
-    **params: Any,
-) -> GenerationRequest:
-    """Return a request for 8 tokens of output, unless `params` has `max_tokens`. Text has one token per byte."""
-    token_ids = [4 + byte for byte in prompt.encode()] if isinstance(prompt, str) else prompt
-    return GenerationRequest(
-        rid=rid,
-        prompt_token_ids=token_ids,
-        n=n,
-        processors=tuple(ProcessorRequest(string, values) for string, values in processors),
-        sampling_params=SamplingParams(**({"max_tokens": 8, "ignore_eos": True} | params)),
-    )
-
-
-@dataclasses.dataclass
-class Result:
-    """One continuation, with its chunks joined."""
-
-    token_ids: list[int]
-    text: str
-    last: GenerationChunk
-    chunks: list[GenerationChunk]
-
-    @property
-    def finish_reason(self) -> FinishReason:
-        assert self.last.finish_reason is not None
-        return self.last.finish_reason
-
-
-async def generate_all(engine: AsyncEngine, wanted: GenerationRequest) -> list[Result]:
-    chunks: dict[int, list[GenerationChunk]] = {index: [] for index in range(wanted.n)}
-    async for chunk in await engine.submit(wanted):
-        chunks[chunk.index].append(chunk)
-    return [
-        Result(
-            [token for chunk in own for token in chunk.token_ids], "".join(chunk.text for chunk in own), own[-1], own
-        )
-        for own in chunks.values()
-    ]
-
-
-async def generate(engine: AsyncEngine, wanted: GenerationRequest) -> Result:
-    (result,) = await generate_all(engine, wanted)
-    return result
-
-
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    async def bounded() -> Any:
-        async with asyncio.timeout(120):
-            return await coroutine
-
-    return asyncio.run(bounded())
+RAISES = shipped(
+    "Raises",
+    """
+    if len(custom_param_list[0]["__req__"].output_ids) >= custom_param_list[0].get("after", 0):
+        raise ValueError("no such luck")
+    return logits
+    """,
+)
+WRITE = shipped_by_row(
+    "Write",
+    """
+    tokens = params["tokens"]
+    row[:] = -torch.inf
+    row[tokens[len(req.output_ids) % len(tokens)]] = 0.0
+    """,
+)
+BAN = ((InstalledProcessor("disallowed_tokens"), {"token_ids": [5]}),)
 
 
 def greedy_reference(loaded: LoadedModel, prompt: list[int], count: int) -> list[int]:
@@ -155,12 +88,8 @@ def test_greedy_output_equals_transformers(
     prompts = [[4 + (7 * i + k) % 250 for k in range(length)] for i, length in enumerate((1, 5, 40, 100, 17, 64, 3))]
     expected = [greedy_reference(loaded, prompt, 12) for prompt in prompts]
     engine = make_engine(loaded, chunked_prefill_size=16)
-
-    async def all_at_once() -> list[Result]:
-        wanted = [request(f"r{i}", prompt, temperature=0, max_tokens=12) for i, prompt in enumerate(prompts)]
-        return await asyncio.gather(*(generate(engine, one) for one in wanted))
-
-    assert [result.token_ids for result in run(all_at_once())] == expected
+    wanted = [request(f"r{i}", prompt, temperature=0, max_tokens=12) for i, prompt in enumerate(prompts)]
+    assert [result.token_ids for result in run(generate_together(engine, wanted))] == expected
 
 
 def test_tokens_do_not_depend_on_batch_composition(make_engine: BuildEngine) -> None:
@@ -184,27 +113,17 @@ def test_tokens_do_not_depend_on_batch_composition(make_engine: BuildEngine) -> 
         )
 
     batched, alone = make_engine(), make_engine(max_num_seqs=1)
-
-    async def compare() -> tuple[list[Result], list[Result]]:
-        together = await asyncio.gather(*(generate(batched, wanted(i)) for i in range(24)))
-        apart = [await generate(alone, wanted(i)) for i in range(24)]
-        return together, apart
-
-    together, apart = run(compare())
+    together = run(generate_together(batched, map(wanted, range(24))))
+    apart = [run(generate(alone, wanted(i))) for i in range(24)]
     assert [result.token_ids for result in together] == [result.token_ids for result in apart]
     assert [result.text for result in together] == [result.text for result in apart]
 
 
 def test_continuations_differ_and_first_equals_n_1(make_engine: BuildEngine) -> None:
     engine = make_engine()
-
-    async def both() -> tuple[list[Result], list[Result], Result]:
-        first = await generate_all(engine, request("a", n=6, seed=3))
-        again = await generate_all(engine, request("b", n=6, seed=3))
-        single = await generate(engine, request("c", seed=3))
-        return first, again, single
-
-    first, again, single = run(both())
+    first = run(generate_all(engine, request("a", n=6, seed=3)))
+    again = run(generate_all(engine, request("b", n=6, seed=3)))
+    single = run(generate(engine, request("c", seed=3)))
     assert len({tuple(result.token_ids) for result in first}) == 6
     assert [result.token_ids for result in first] == [result.token_ids for result in again]
     assert single.token_ids == first[0].token_ids
@@ -212,18 +131,14 @@ def test_continuations_differ_and_first_equals_n_1(make_engine: BuildEngine) -> 
 
 def test_requests_without_seed_differ(make_engine: BuildEngine) -> None:
     engine = make_engine()
-
-    async def two() -> list[Result]:
-        return [await generate(engine, request(rid)) for rid in ("a", "b")]
-
-    first, second = run(two())
+    first, second = (run(generate(engine, request(rid))) for rid in ("a", "b"))
     assert first.token_ids != second.token_ids
 
 
 def test_closing_the_stream_frees_the_row_within_a_step(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=1)
 
-    async def close_stream() -> tuple[int, GenerationChunk, Result]:
+    async def close_stream() -> tuple[int, GenerationChunk, Output]:
         stream = await engine.submit(request("endless", max_tokens=400))
         chunks = aiter(stream)
         await anext(chunks)
@@ -243,11 +158,10 @@ def test_closing_the_stream_frees_the_row_within_a_step(make_engine: BuildEngine
 def test_abort_waiting_request(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=1)
 
-    async def abort() -> tuple[Result, Result]:
+    async def abort() -> tuple[Output, Output]:
         running = asyncio.create_task(generate(engine, request("runs", max_tokens=400)))
         waiting = asyncio.create_task(generate(engine, request("waits")))
-        while engine.stats().waiting != 1:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().waiting == 1)
         engine.abort("waits")
         aborted = await waiting
         engine.abort(None)
@@ -263,7 +177,7 @@ def test_abort_while_loading_a_processor(make_engine: BuildEngine, tmp_path: Pat
     go = tmp_path / "go"
     slow = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.002)\n{BOOST.source}"
 
-    async def abort() -> Result:
+    async def abort() -> Output:
         wanted = request("r", max_tokens=400, processors=((SourceProcessor(slow, "Boost"), {"token_id": 9}),))
         loading = asyncio.create_task(generate(engine, wanted))
         await asyncio.sleep(0)  # admitted now; its processor waits for the file
@@ -310,14 +224,11 @@ def test_prompt_logprobs_without_output(make_engine: BuildEngine, chunk_size: in
     scoring = request("s", prompt, n=2, max_tokens=0, prompt_logprobs=1)
     one_token = request("t", prompt, max_tokens=1, prompt_logprobs=1)
 
-    async def together() -> tuple[list[Result], list[list[Result]], Result]:
-        scored, *others = await asyncio.gather(*(generate_all(engine, each) for each in (scoring, *others_wanted)))
-        return scored, others, await generate(engine, one_token)
+    async def together() -> tuple[list[Output], list[Output]]:
+        return await asyncio.gather(generate_all(engine, scoring), generate_together(engine, others_wanted))
 
-    async def alone() -> list[list[Result]]:
-        return [await generate_all(engine, each) for each in others_wanted]
-
-    scored, others, expected = run(together())
+    scored, others = run(together())
+    expected = run(generate(engine, one_token))
     for result in scored:
         assert (result.token_ids, result.text) == ([], "")
         assert result.finish_reason == FinishReason("length")
@@ -326,7 +237,8 @@ def test_prompt_logprobs_without_output(make_engine: BuildEngine, chunk_size: in
         known = [position.logprob for position in expected.chunks[0].prompt_logprobs]
         assert [position.token_id for position in chunk.prompt_logprobs] == prompt
         assert [position.logprob for position in chunk.prompt_logprobs][1:] == pytest.approx(known[1:], abs=1e-4)
-    assert [[each.token_ids for each in own] for own in others] == [[r.token_ids for r in own] for own in run(alone())]
+    alone = [run(generate(engine, each)) for each in others_wanted]
+    assert [each.token_ids for each in others] == [each.token_ids for each in alone]
     assert engine.stats().running == engine.stats().waiting == 0
 
 
@@ -402,7 +314,7 @@ def test_engine_loads_no_code_without_the_flag(make_engine: BuildEngine) -> None
                 await engine.submit(request(processors=((string, None),)))
             with pytest.raises(BadRequest, match="Please set `--enable-custom-logit-processor`"):
                 await engine.register(string)
-        await generate(engine, request(processors=((InstalledProcessor("disallowed_tokens"), {"token_ids": [5]}),)))
+        await generate(engine, request(processors=BAN))
 
     run(refused())
 
@@ -422,13 +334,11 @@ def test_duplicate_request_id_is_refused(make_engine: BuildEngine) -> None:
 def test_late_close_does_not_cancel_the_next_request_with_the_id(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
-    async def close_late() -> Result:
+    async def close_late() -> Output:
         first = await engine.submit(request("same", max_tokens=1))
-        while engine.stats().steps < 1 or engine.stats().running:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().steps and not engine.stats().running)
         second = asyncio.create_task(generate(engine, request("same", max_tokens=100)))
-        while not engine.stats().running:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().running)
         await first.aclose()
         return await second
 
@@ -443,36 +353,14 @@ def test_output_ends_at_the_model_length(make_engine: BuildEngine) -> None:
 
 def test_end_token(make_engine: BuildEngine) -> None:
     engine = make_engine()
-
-    async def both() -> tuple[Result, Result, Result]:
-        force = {"logit_bias": {1: 1000.0}}
-        stops = await generate(engine, request("a", ignore_eos=False, **force))
-        ignores = await generate(engine, request("b", **force))
-        later = await generate(engine, request("c", ignore_eos=False, min_tokens=3, **force))
-        return stops, ignores, later
-
-    stops, ignores, later = run(both())
+    force: Any = {"logit_bias": {1: 1000.0}}
+    stops = run(generate(engine, request("a", ignore_eos=False, **force)))
+    ignores = run(generate(engine, request("b", **force)))
+    later = run(generate(engine, request("c", ignore_eos=False, min_tokens=3, **force)))
     assert (stops.token_ids, stops.text, stops.finish_reason) == ([1], "", FinishReason("stop", 1))
     assert ignores.token_ids == [1] * 8
     assert len(later.token_ids) == 4
     assert later.finish_reason == FinishReason("stop", 1)
-
-
-WRITE = SourceProcessor(
-    """
-from logitship import CustomLogitProcessor
-
-class Write(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in zip(logits, custom_param_list):
-            tokens = params["tokens"]
-            wanted = tokens[len(params["__req__"].output_ids) % len(tokens)]
-            row[:] = -float("inf")
-            row[wanted] = 0.0
-        return logits
-""",
-    "Write",
-)
 
 
 def writing(rid: str, text: str, engine: AsyncEngine, **params: Any) -> GenerationRequest:
@@ -482,18 +370,14 @@ def writing(rid: str, text: str, engine: AsyncEngine, **params: Any) -> Generati
 
 def test_stop_strings_across_tokens(make_engine: BuildEngine) -> None:
     engine = make_engine()
-
-    async def three() -> list[Result]:
-        params = {"max_tokens": 100}
-        return [
-            await generate(engine, writing("a", "one END two", engine, stop=("END",), **params)),
-            await generate(engine, writing("b", "one END two", engine, stop=("zzz", "END"), **params)),
-            await generate(
-                engine, writing("c", "one END two", engine, stop=("END",), include_stop_str_in_output=True, **params)
-            ),
-        ]
-
-    trimmed, second, included = run(three())
+    trimmed, second, included = (
+        run(generate(engine, writing("a", "one END two", engine, max_tokens=100, **params)))
+        for params in (
+            {"stop": ("END",)},
+            {"stop": ("zzz", "END")},
+            {"stop": ("END",), "include_stop_str_in_output": True},
+        )
+    )
     assert trimmed.text == second.text == "one "
     assert included.text == "one END"
     assert trimmed.finish_reason == FinishReason("stop", "END")
@@ -503,13 +387,13 @@ def test_stop_strings_across_tokens(make_engine: BuildEngine) -> None:
 def test_stop_regex_of_each_continuation(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
-    async def stopped(**params: Any) -> Result:
-        return await generate(engine, writing("a", "one END two", engine, max_tokens=100, **params))
+    def stopped(**params: Any) -> Output:
+        return run(generate(engine, writing("a", "one END two", engine, max_tokens=100, **params)))
 
-    result = run(stopped(stop_regex="x|E[A-Z]+D"))
+    result = stopped(stop_regex="x|E[A-Z]+D")
     assert [chunk.text for chunk in result.chunks] == list("one END")
     assert result.finish_reason == FinishReason("stop", "x|E[A-Z]+D")
-    assert run(stopped(stop_regex="E[A-Z]+D", min_tokens=7)).text == "one END twoone END"
+    assert stopped(stop_regex="E[A-Z]+D", min_tokens=7).text == "one END twoone END"
 
 
 def test_character_of_several_tokens(make_engine: BuildEngine) -> None:
@@ -559,8 +443,8 @@ def test_processors_run_in_order_with_receipts(make_engine: BuildEngine) -> None
     wanted = request(processors=((COUNTDOWN, None), (BOOST, {"token_id": 77, "by": 0.0})), temperature=0, max_tokens=5)
     result = run(generate(engine, wanted))
     assert result.token_ids == [5, 6, 7, 8, 9]  # the prompt has five tokens
-    assert [(receipt.name, receipt.steps) for receipt in result.last.receipts] == [("Countdown", 5), ("Boost", 5)]
-    assert result.last.receipts[0].digest == COUNTDOWN.digest
+    assert [(receipt.name, receipt.steps) for receipt in result.receipts] == [("Countdown", 5), ("Boost", 5)]
+    assert result.receipts[0].digest == COUNTDOWN.digest
 
 
 def test_fault_ends_only_its_request(make_engine: BuildEngine) -> None:
@@ -570,16 +454,11 @@ def test_fault_ends_only_its_request(make_engine: BuildEngine) -> None:
         boosted = ((BOOST, {"token_id": 50, "by": 3.0}),)
         return [request(f"r{i}", seed=i, processors=boosted if i % 2 else ()) for i in range(6)]
 
-    async def with_and_without() -> tuple[list[Result], list[Result], Result]:
-        without = await asyncio.gather(*(generate(engine, one) for one in others()))
-        faulty = request("faulty", processors=((RAISES, {"after": 3}),))
-        *with_fault, fault = await asyncio.gather(*(generate(engine, one) for one in [*others(), faulty]))
-        return without, with_fault, fault
-
-    without, with_fault, fault = run(with_and_without())
+    without = run(generate_together(engine, others()))
+    faulty = request("faulty", processors=((RAISES, {"after": 3}),))
+    *with_fault, fault = run(generate_together(engine, [*others(), faulty]))
     assert [result.token_ids for result in with_fault] == [result.token_ids for result in without]
-    error = fault.finish_reason.error
-    assert error is not None
+    error = fault.error
     assert (error.type, error.status_code, error.name) == ("ProcessorFault", 400, "Raises")
     assert "no such luck" in error.message
     assert "raise ValueError" in error.traceback
@@ -617,15 +496,11 @@ def test_failed_step_does_not_end_the_engine(make_engine: BuildEngine, monkeypat
             raise RuntimeError("out of memory")
         return forward(*args, **kwargs)
 
-    async def fail_once() -> tuple[list[Result], list[Result], list[Result]]:
-        wanted = [request(f"r{i}", seed=i) for i in range(6)]
-        before = await asyncio.gather(*(generate(engine, one) for one in wanted))
-        monkeypatch.setattr(ModelRunner, "forward", sometimes)
-        failed = await asyncio.gather(*(generate(engine, one) for one in wanted))
-        after = await asyncio.gather(*(generate(engine, one) for one in wanted))
-        return before, failed, after
-
-    before, failed, after = run(fail_once())
+    wanted = [request(f"r{i}", seed=i) for i in range(6)]
+    before = run(generate_together(engine, wanted))
+    monkeypatch.setattr(ModelRunner, "forward", sometimes)
+    failed = run(generate_together(engine, wanted))
+    after = run(generate_together(engine, wanted))
     errors = [result.finish_reason.error for result in failed if result.finish_reason.kind == "abort"]
     assert 1 <= len(errors) <= 4  # only those that had a row
     assert all(len(result.token_ids) == 8 for result in failed if result.finish_reason.kind == "length")
@@ -639,30 +514,26 @@ def test_engine_death_ends_all_streams(make_engine: BuildEngine, monkeypatch: py
     def die(self: Engine) -> bool:
         raise SystemExit
 
-    async def die_while_running() -> Result:
+    async def die_while_running() -> Output:
         monkeypatch.setattr(Engine, "step", die)
         orphan = await generate(engine, request("a"))
-        while engine.healthy:
-            await asyncio.sleep(0.001)
+        await until(lambda: not engine.healthy)
         with pytest.raises(ServiceUnavailable, match="died"):
             await engine.submit(request("b"))
         return orphan
 
-    error = run(die_while_running()).finish_reason.error
-    assert error is not None
+    error = run(die_while_running()).error
     assert error.status_code == 500
 
 
 def test_shutdown_finishes_running_requests(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
-    async def shut_down() -> Result:
+    async def shut_down() -> Output:
         running = asyncio.create_task(generate(engine, request("a", max_tokens=200)))
-        while engine.stats().running == 0:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().running)
         ending = asyncio.create_task(engine.shutdown(60))
-        while engine.stats().accepting:
-            await asyncio.sleep(0.001)
+        await until(lambda: not engine.stats().accepting)
         with pytest.raises(ServiceUnavailable, match="shutting down"):
             await engine.submit(request("b"))
         await ending
@@ -674,10 +545,9 @@ def test_shutdown_finishes_running_requests(make_engine: BuildEngine) -> None:
 def test_shutdown_timeout(make_engine: BuildEngine) -> None:
     engine = make_engine()
 
-    async def shut_down() -> Result:
+    async def shut_down() -> Output:
         running = asyncio.create_task(generate(engine, request("a", max_tokens=500)))
-        while engine.stats().running == 0:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().running)
         await engine.shutdown(0)
         return await running
 
@@ -697,9 +567,8 @@ def test_shutdown_ends_requests_that_load(make_engine: BuildEngine, monkeypatch:
 
     monkeypatch.setattr(engine.processors, "load", gated)
 
-    async def scenario() -> Result:
-        ban = ((InstalledProcessor("disallowed_tokens"), {"token_ids": [5]}),)
-        running = asyncio.create_task(generate(engine, request(processors=ban)))
+    async def scenario() -> Output:
+        running = asyncio.create_task(generate(engine, request(processors=BAN)))
         assert await asyncio.to_thread(loading.wait, 30)
         await engine.shutdown(0)
         gate.set()
@@ -711,7 +580,6 @@ def test_shutdown_ends_requests_that_load(make_engine: BuildEngine, monkeypatch:
 @pytest.mark.parametrize("size", [10, _LARGE_BODY_MEMORY + 1])
 def test_no_thread_for_a_load(size: int, make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
-    ban = ((InstalledProcessor("disallowed_tokens"), {"token_ids": [5]}),)
 
     def refuse(function: Callable[[], Any]) -> Any:
         raise RuntimeError("can't start new thread")
@@ -722,8 +590,8 @@ def test_no_thread_for_a_load(size: int, make_engine: BuildEngine, monkeypatch: 
         with monkeypatch.context() as patch:
             patch.setattr(async_engine, "in_daemon_thread", refuse)
             with pytest.raises(RuntimeError, match="new thread"):
-                await engine.submit(request("same", processors=ban), body)
-        stream = await engine.submit(request("same", processors=ban), body)
+                await engine.submit(request("same", processors=BAN), body)
+        stream = await engine.submit(request("same", processors=BAN), body)
         assert [chunk async for chunk in stream]
 
     run(scenario())
@@ -748,7 +616,7 @@ def test_many_sequences_are_not_made_on_the_event_loop(
         assert len([chunk async for chunk in stream]) == n
         assert (threads == {threading.current_thread()}) == on_loop
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    run(scenario())
 
 
 def test_loads_of_large_bodies_take_turns(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -772,22 +640,16 @@ def test_loads_of_large_bodies_take_turns(make_engine: BuildEngine, monkeypatch:
     def submit(rid: str, tenant: str, size: int) -> asyncio.Task[Any]:
         body = QueuedBytes(1 << 30, 1 << 30).open(tenant)
         body.add(size)
-        ban = ((InstalledProcessor("disallowed_tokens"), {"token_ids": [5]}),)
-        wanted = dataclasses.replace(request(rid, processors=ban), tenant=tenant)
-        return asyncio.create_task(engine.submit(wanted, body))
-
-    async def loads(number: int) -> None:
-        while len(loading) < number:
-            await asyncio.sleep(0.001)
+        return asyncio.create_task(engine.submit(request(rid, processors=BAN, tenant=tenant), body))
 
     async def scenario() -> None:
         large = _LARGE_BODY_MEMORY + 1
         first = submit("first", "one", large)
-        await loads(1)
+        await until(lambda: len(loading) >= 1)
         cancelled = submit("cancelled", "one", large)
         await asyncio.sleep(0)
         others = [submit("second", "one", large), submit("small", "one", 10), submit("other", "another", large)]
-        await loads(3)
+        await until(lambda: len(loading) >= 3)
         cancelled.cancel()
         assert sorted(loading) == ["first", "other", "small"]
         gate.set()
@@ -828,7 +690,7 @@ def test_cancelled_while_its_sequences_are_made(make_engine: BuildEngine, monkey
         assert len(engine._active) == 0
         gate.set()
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    run(scenario())
 
 
 def test_cancelled_while_its_grammar_waits(make_engine: BuildEngine) -> None:
@@ -845,18 +707,16 @@ def test_cancelled_while_its_grammar_waits(make_engine: BuildEngine) -> None:
                 used.enter_context(compiler._slots.use(tenant, 0))
             wanted = request(processors=((InstalledProcessor("grammar"), {"regex": "[a-f]{7}"}),))
             submitting = asyncio.create_task(engine.submit(wanted))
-            while not compiler._slots._waiting:
-                await asyncio.sleep(0.001)
+            await until(lambda: compiler._slots._waiting)
             submitting.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await submitting
-            while engine._active:
-                await asyncio.sleep(0.001)
+            await until(lambda: not engine._active)
             assert not compiler._slots._waiting
         gc.collect()
         assert unhandled == []
 
-    asyncio.run(asyncio.wait_for(scenario(), 30))
+    run(scenario())
 
 
 @pytest.mark.parametrize("end", ["finished", "cancelled", "cancelled while it waits"])
@@ -874,15 +734,14 @@ def test_request_that_is_over_is_freed_without_the_garbage_collector(make_engine
         await stream.aclose()
         if other is not None:
             await other.aclose()
-        while engine.stats().running or engine.stats().waiting:
-            await asyncio.sleep(0.01)
+        await until(lambda: not engine.stats().running and not engine.stats().waiting)
         # Before the loop is closed: a chunk that is delivered meanwhile would stay in the closed loop, and hold both.
         await asyncio.to_thread(engine.stop)
         return [active, weakref.ref(stream)]
 
     gc.disable()
     try:
-        freed = asyncio.run(scenario())
+        freed = run(scenario())
         assert [reference() for reference in freed] == [None, None]
     finally:
         gc.enable()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -14,7 +14,7 @@ import torch
 
 from logitship.builtin_processors import TreeLogitsProcessor
 from logitship.client.serialization.loading import load_class
-from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
+from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.processors.local_executor import LocalRow
 from logitship.sampler.processors.request_view import ModelView, RequestView
@@ -27,11 +27,12 @@ from logitship.server.requests.messages import (
     FinishReason,
     GenerationChunk,
     GenerationRequest,
-    ProcessorRequest,
 )
+from tests.helpers.coroutines import run, until
+from tests.helpers.engine_requests import BuildEngine, generate_all, installed
+from tests.helpers.engine_requests import request as any_request
+from tests.helpers.processors import shipped, shipped_by_row
 
-BuildEngine = Callable[..., AsyncEngine]
-Processors = tuple[tuple[ProcessorString, dict[str, Any]], ...]
 Edit = Callable[[list[int], torch.Tensor], torch.Tensor]
 """(output, logits [vocab]) to edited logits [vocab]."""
 
@@ -39,92 +40,44 @@ ENDS = frozenset({1, *range(100, 130)})
 """Enough tokens that sequences of the tiny model end now and then."""
 PROMPTS = [[5, 6, 7, 8], [9], [40 + 3 * k for k in range(25)]]
 
-CHECKS_HISTORY = SourceProcessor(
-    """
-from logitship import CustomLogitProcessor
-
-class ChecksHistory(CustomLogitProcessor):
-    '''Boosts tokens that depend on the history alone, and asserts one call per token of it.'''
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in zip(logits, custom_param_list):
-            req = params["__req__"]
-            state = req.state
-            calls = state.setdefault("calls", params["calls"])
-            assert calls is params["calls"], "params and state refer to one list"
-            calls.append(len(req.output_ids))
-            assert calls == list(range(len(req.output_ids) + 1)), (calls, req.output_ids)
-            for token in req.output_ids[state.get("read", 0):]:
-                state["hash"] = (31 * state.get("hash", 7) + token) % 251
-            state["read"] = len(req.output_ids)
-            row[state.get("hash", 7) % 6 :: 6] += 3.0
-        return logits
-""",
+CHECKS_HISTORY = shipped_by_row(
     "ChecksHistory",
-)
-KEEPS_UNCOPYABLE = SourceProcessor(
     """
-import itertools
-from logitship import CustomLogitProcessor
-
-class KeepsUncopyable(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        for params in custom_param_list:
-            if params.get("keeps"):
-                params["__req__"].state["lock"] = (each for each in ())
-        return logits
-""",
-    "KeepsUncopyable",
+    # Boost tokens that depend on the history alone, and assert one call per token of it.
+    state = req.state
+    calls = state.setdefault("calls", params["calls"])
+    assert calls is params["calls"], "params and state refer to one list"
+    calls.append(len(req.output_ids))
+    assert calls == list(range(len(req.output_ids) + 1)), (calls, req.output_ids)
+    for token in req.output_ids[state.get("read", 0):]:
+        state["hash"] = (31 * state.get("hash", 7) + token) % 251
+    state["read"] = len(req.output_ids)
+    row[state.get("hash", 7) % 6 :: 6] += 3.0
+    """,
 )
-FAILS_LATER = SourceProcessor(
-    """
-from logitship import CustomLogitProcessor
-
-class FailsLater(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        if len(custom_param_list[0]["__req__"].output_ids) == 3:
-            raise ValueError("no such luck")
-        return logits
-""",
-    "FailsLater",
+KEEPS_UNCOPYABLE = shipped_by_row(
+    "KeepsUncopyable", 'if params.get("keeps"): req.state["lock"] = (each for each in ())'
 )
+FAILS_LATER = shipped_by_row("FailsLater", 'if len(req.output_ids) == 3: raise ValueError("no such luck")')
 
 
-def request(
-    rid: str = "r",
-    prompt: Sequence[int] = (5, 6, 7, 8),
-    search: BeamSearch | None = None,
-    n: int = 1,
-    processors: Processors = (),
-    **params: Any,
-) -> GenerationRequest:
-    values: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "stop_token_ids": ENDS}
-    return GenerationRequest(
-        rid=rid,
-        prompt_token_ids=list(prompt),
-        n=n,
-        processors=tuple(ProcessorRequest(*each) for each in processors),
-        sampling_params=SamplingParams(**(values | params)),
-        beam_search=search,
-    )
+def request(rid: str = "r", prompt: Sequence[int] = (5, 6, 7, 8), **fields: Any) -> GenerationRequest:
+    defaults: dict[str, Any] = {"temperature": 0, "max_tokens": 6, "stop_token_ids": ENDS, "ignore_eos": False}
+    return any_request(rid, prompt, **(defaults | fields))
 
 
-async def generate(engine: AsyncEngine, wanted: GenerationRequest) -> list[GenerationChunk]:
-    """Return the last chunk of each output, without absent ones."""
-    last: dict[int, GenerationChunk] = {}
-    tokens: dict[int, list[int]] = {}
-    async for chunk in await engine.submit(wanted):
-        last[chunk.index] = chunk
-        tokens.setdefault(chunk.index, []).extend(chunk.token_ids)
-    assert wanted.beam_search is None or all(last[index].token_ids == tokens[index] for index in last)
-    return [chunk for _, chunk in sorted(last.items()) if chunk.finish_reason != FinishReason("absent")]
+async def last_chunks(engine: AsyncEngine, *wanted: GenerationRequest) -> list[list[GenerationChunk]]:
+    """Return the last chunk of each output of each request, without absent ones."""
+    answers = await asyncio.gather(*(generate_all(engine, each) for each in wanted))
+    for each, outputs in zip(wanted, answers, strict=True):
+        assert each.beam_search is None or all(output.last.token_ids == output.token_ids for output in outputs)
+    absent = FinishReason("absent")
+    return [[output.last for output in outputs if output.finish_reason != absent] for outputs in answers]
 
 
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    async def bounded() -> Any:
-        async with asyncio.timeout(120):
-            return await coroutine
-
-    return asyncio.run(bounded())
+async def search_one(engine: AsyncEngine, wanted: GenerationRequest) -> list[GenerationChunk]:
+    (chunks,) = await last_chunks(engine, wanted)
+    return chunks
 
 
 def assert_free(engine: AsyncEngine) -> None:
@@ -237,19 +190,11 @@ def test_equal_to_hugging_face_generate(
         scores = output.sequences_scores.tolist() if width > 1 else [None]
         expected.append(list(zip(rows, scores, strict=True)))
     engine = make_engine(max_num_seqs=8)
-
-    async def search_all() -> list[list[GenerationChunk]]:
-        return await asyncio.gather(
-            *(
-                generate(
-                    engine,
-                    request(str(i), prompt, BeamSearch(width, penalty, early_stopping), width, max_tokens=9),
-                )
-                for i, (prompt, width, penalty) in enumerate(cases)
-            )
-        )
-
-    answers = run(search_all())
+    requests = [
+        request(str(i), prompt, beam_search=BeamSearch(width, penalty, early_stopping), n=width, max_tokens=9)
+        for i, (prompt, width, penalty) in enumerate(cases)
+    ]
+    answers = run(last_chunks(engine, *requests))
     for case, answer, wanted in zip(cases, answers, expected, strict=True):
         assert [chunk.token_ids for chunk in answer] == [tokens for tokens, _ in wanted], case
         if case[1] > 1:
@@ -277,42 +222,35 @@ def test_equal_to_renormalized_generate_with_edits(make_engine: BuildEngine, loa
             return_dict_in_generate=True,
             output_scores=True,
         )
-    processors: Processors = ((InstalledProcessor("disallowed_tokens"), {"token_ids": forbidden}),)
+    processors = [installed("disallowed_tokens", token_ids=forbidden)]
     engine = make_engine()
-    answer = run(generate(engine, request(search=BeamSearch(4), n=4, processors=processors)))
+    answer = run(search_one(engine, request(beam_search=BeamSearch(4), n=4, processors=processors)))
     assert [chunk.token_ids for chunk in answer] == [up_to_end_token(row[4:].tolist()) for row in output.sequences]
     assert [chunk.beam_score for chunk in answer] == pytest.approx(output.sequences_scores.tolist(), abs=1e-3)
 
 
 def test_speculation_does_not_change_outputs(make_engine: BuildEngine) -> None:
-    processors: Processors = ((CHECKS_HISTORY, {"calls": []}),)
+    processors: list[Any] = [(CHECKS_HISTORY, {"calls": []})]
     wanted = [
-        request("a", PROMPTS[0], BeamSearch(3), 3, processors, max_tokens=20),
-        request("b", [5, 6, 7] * 8, BeamSearch(2), 2, stop_token_ids=(), max_tokens=20),
+        request("a", PROMPTS[0], beam_search=BeamSearch(3), n=3, processors=processors, max_tokens=20),
+        request("b", [5, 6, 7] * 8, beam_search=BeamSearch(2), n=2, stop_token_ids=(), max_tokens=20),
         request("c", [5, 6, 7] * 8, processors=processors, stop_token_ids=(), max_tokens=30),
         request("d", [9, 9, 9, 9, 9, 9], stop_token_ids=(), max_tokens=30),
     ]
 
     async def all_of(engine: AsyncEngine) -> list[list[list[int]]]:
-        return await asyncio.gather(*(outputs(engine, one) for one in wanted))
+        answers = await asyncio.gather(*(generate_all(engine, one) for one in wanted))
+        return [[output.token_ids for output in answer] for answer in answers]
 
     drafting = make_engine(max_num_seqs=7, speculative_algorithm="NGRAM")
     assert run(all_of(drafting)) == run(all_of(make_engine(max_num_seqs=7)))
     assert_free(drafting)
 
 
-async def outputs(engine: AsyncEngine, wanted: GenerationRequest) -> list[list[int]]:
-    """Return the tokens of each sequence."""
-    tokens: dict[int, list[int]] = {}
-    async for chunk in await engine.submit(wanted):
-        tokens.setdefault(chunk.index, []).extend(chunk.token_ids)
-    return [each for _, each in sorted(tokens.items())]
-
-
 def test_sums_scores_and_counts(make_engine: BuildEngine) -> None:
     engine = make_engine()
-    wanted = request(search=BeamSearch(3, 0.5), n=2, logprobs=2, logprobs_mode="processed_logprobs")
-    for chunk in run(generate(engine, wanted)):
+    wanted = request(beam_search=BeamSearch(3, 0.5), n=2, logprobs=2, logprobs_mode="processed_logprobs")
+    for chunk in run(search_one(engine, wanted)):
         length = len(chunk.token_ids)
         assert chunk.completion_tokens == length
         assert chunk.prompt_tokens == 4
@@ -353,20 +291,13 @@ def test_processor_state_follows_its_beam(make_engine: BuildEngine, loaded_model
     edit = replayed(CHECKS_HISTORY, lambda: {"calls": []})
     expected = [reference(loaded_model, prompt, search, edit=edit) for prompt in PROMPTS for search in searches]
     engine = make_engine(max_num_seqs=9, processor_isolation=isolation)
-
-    async def search_all() -> list[list[GenerationChunk]]:
-        return await asyncio.gather(
-            *(
-                generate(
-                    engine,
-                    request(f"{i} {j}", prompt, search, search.width, ((CHECKS_HISTORY, {"calls": []}),)),
-                )
-                for i, prompt in enumerate(PROMPTS)
-                for j, search in enumerate(searches)
-            )
-        )
-
-    answers = run(search_all())
+    history = [(CHECKS_HISTORY, {"calls": []})]
+    requests = [
+        request(f"{i} {j}", prompt, beam_search=search, n=search.width, processors=history)
+        for i, prompt in enumerate(PROMPTS)
+        for j, search in enumerate(searches)
+    ]
+    answers = run(last_chunks(engine, *requests))
     assert [found(answer) for answer in answers] == expected
     for chunk in itertools.chain.from_iterable(answers):
         # One call per token of its own history.
@@ -400,11 +331,11 @@ def test_every_beam_is_a_path_of_the_tree(make_engine: BuildEngine, loaded_model
 
     ends = frozenset({1})
     wanted: dict[str, Any] = {"stop_token_ids": (), "max_tokens": 8}
-    processors: Processors = ((InstalledProcessor("tree"), {"tree": tree}),)
+    processors = [installed("tree", tree=tree)]
     for width in (2, 3, 16):
         search = BeamSearch(width)
         engine = make_engine(max_num_seqs=16)
-        answer = run(generate(engine, request(search=search, n=width, processors=processors, **wanted)))
+        answer = run(search_one(engine, request(beam_search=search, n=width, processors=processors, **wanted)))
         assert found(answer) == reference(loaded_model, [5, 6, 7, 8], search, 8, edit, ends)
         for chunk in answer:
             *path, end = chunk.token_ids
@@ -432,33 +363,26 @@ def test_beam_without_allowed_tokens_is_dropped(make_engine: BuildEngine, loaded
     }
     engine = make_engine()
     search = BeamSearch(3)
-    answer = run(generate(engine, request(search=search, n=3, **allowed)))
+    answer = run(search_one(engine, request(beam_search=search, n=3, **allowed)))
     assert found(answer) == reference(loaded_model, [5, 6, 7, 8], search, edit=edit, ends=ENDS)
     assert all(20 not in chunk.token_ids[:-1] for chunk in answer)
-    nothing = run(
-        generate(
-            engine, request(search=search, n=2, allowed_token_ids=[20], bad_words_token_ids=[[20, 20]], max_tokens=3)
-        )
-    )
+    wanted = request(beam_search=search, n=2, allowed_token_ids=[20], bad_words_token_ids=[[20, 20]], max_tokens=3)
+    nothing = run(search_one(engine, wanted))
     assert [chunk.finish_reason.error.type for chunk in nothing] == ["NoTokenLeftError"] * 2
     assert_free(engine)
 
 
 def test_outputs_do_not_depend_on_batch_composition(make_engine: BuildEngine) -> None:
-    processors: Processors = ((CHECKS_HISTORY, {"calls": []}),)
+    processors: list[Any] = [(CHECKS_HISTORY, {"calls": []})]
     wanted = [
-        request("a", PROMPTS[0], BeamSearch(3), 3, processors),
-        request("b", PROMPTS[2], BeamSearch(2, 2.0, "never"), 2, max_tokens=11),
+        request("a", PROMPTS[0], beam_search=BeamSearch(3), n=3, processors=processors),
+        request("b", PROMPTS[2], beam_search=BeamSearch(2, 2.0, "never"), n=2, max_tokens=11),
         *(request(f"plain {i}", PROMPTS[i], temperature=0.8, seed=i, processors=processors[: i % 2]) for i in range(3)),
-        request("c", PROMPTS[1], BeamSearch(4, early_stopping=True), 2, processors, min_tokens=3),
+        request("c", PROMPTS[1], beam_search=BeamSearch(4, 1, True), n=2, processors=processors, min_tokens=3),
     ]
     engine, alone = make_engine(max_num_seqs=9, chunked_prefill_size=8), make_engine(max_num_seqs=4)
-
-    async def compare() -> tuple[list[list[GenerationChunk]], list[list[GenerationChunk]]]:
-        together = await asyncio.gather(*(generate(engine, one) for one in wanted))
-        return together, [await generate(alone, one) for one in wanted]
-
-    together, apart = run(compare())
+    together = run(last_chunks(engine, *wanted))
+    apart = [run(search_one(alone, one)) for one in wanted]
     assert [[chunk.text for chunk in answer] for answer in together] == [
         [chunk.text for chunk in answer] for answer in apart
     ]
@@ -470,14 +394,8 @@ def test_outputs_do_not_depend_on_batch_composition(make_engine: BuildEngine) ->
 
 def test_searches_wait_for_all_their_slots(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=4)
-
-    async def all_at_once() -> list[list[GenerationChunk]]:
-        widths = [4, 1, 3, 3, 2, 4]
-        return await asyncio.gather(
-            *(generate(engine, request(str(i), search=BeamSearch(width), n=1)) for i, width in enumerate(widths))
-        )
-
-    answers = run(all_at_once())
+    wanted = [request(str(i), beam_search=BeamSearch(width)) for i, width in enumerate([4, 1, 3, 3, 2, 4])]
+    answers = run(last_chunks(engine, *wanted))
     assert [len(answer) for answer in answers] == [1] * 6
     assert_free(engine)
 
@@ -485,16 +403,15 @@ def test_searches_wait_for_all_their_slots(make_engine: BuildEngine) -> None:
 @pytest.mark.parametrize("isolation", ["none", "sandbox"])
 def test_abort_frees_slots_and_rows(make_engine: BuildEngine, isolation: str) -> None:
     engine = make_engine(max_num_seqs=4, processor_isolation=isolation)
-    processors: Processors = ((CHECKS_HISTORY, {"calls": []}),)
+    processors: list[Any] = [(CHECKS_HISTORY, {"calls": []})]
 
     async def abort() -> tuple[list[GenerationChunk], list[GenerationChunk]]:
         endless = request(
-            "endless", search=BeamSearch(4), n=2, processors=processors, max_tokens=400, stop_token_ids=()
+            "endless", beam_search=BeamSearch(4), n=2, processors=processors, max_tokens=400, stop_token_ids=()
         )
-        running = asyncio.ensure_future(generate(engine, endless))
-        waiting = asyncio.ensure_future(generate(engine, request("waiting", search=BeamSearch(2), n=1)))
-        while engine.stats().running < 4:
-            await asyncio.sleep(0.001)
+        running = asyncio.ensure_future(search_one(engine, endless))
+        waiting = asyncio.ensure_future(search_one(engine, request("waiting", beam_search=BeamSearch(2), n=1)))
+        await until(lambda: engine.stats().running >= 4)
         engine.abort("endless")
         return await running, await waiting
 
@@ -508,12 +425,11 @@ def test_closing_the_stream_cancels_the_search(make_engine: BuildEngine) -> None
     engine = make_engine()
 
     async def close_stream() -> None:
-        endless = request("endless", search=BeamSearch(4), max_tokens=400, stop_token_ids=())
+        endless = request("endless", beam_search=BeamSearch(4), max_tokens=400, stop_token_ids=())
         stream = await engine.submit(endless)
-        while engine.stats().running < 4:
-            await asyncio.sleep(0.001)
+        await until(lambda: engine.stats().running >= 4)
         await stream.aclose()
-        await generate(engine, request("next"))
+        await search_one(engine, request("next"))
 
     run(close_stream())
     assert_free(engine)
@@ -522,16 +438,12 @@ def test_closing_the_stream_cancels_the_search(make_engine: BuildEngine) -> None
 @pytest.mark.parametrize("isolation", ["none", "sandbox"])
 def test_uncopyable_state_ends_its_request(make_engine: BuildEngine, isolation: str) -> None:
     engine = make_engine(processor_isolation=isolation, max_num_seqs=6)
-
-    async def both() -> list[list[GenerationChunk]]:
-        wanted = [
-            request("bad", search=BeamSearch(2), n=2, processors=((KEEPS_UNCOPYABLE, {"keeps": True}),)),
-            request("good", search=BeamSearch(2), processors=((KEEPS_UNCOPYABLE, {}),)),
-            request("plain", processors=((KEEPS_UNCOPYABLE, {"keeps": True}),)),
-        ]
-        return await asyncio.gather(*(generate(engine, one) for one in wanted))
-
-    bad, good, plain = run(both())
+    wanted = [
+        request("bad", beam_search=BeamSearch(2), n=2, processors=[(KEEPS_UNCOPYABLE, {"keeps": True})]),
+        request("good", beam_search=BeamSearch(2), processors=[(KEEPS_UNCOPYABLE, {})]),
+        request("plain", processors=[(KEEPS_UNCOPYABLE, {"keeps": True})]),
+    ]
+    bad, good, plain = run(last_chunks(engine, *wanted))
     for chunk in bad:
         error = chunk.finish_reason.error
         assert (error.type, error.kind, error.name, error.status_code) == (
@@ -547,9 +459,8 @@ def test_uncopyable_state_ends_its_request(make_engine: BuildEngine, isolation: 
 
 def test_fault_ends_the_whole_search(make_engine: BuildEngine) -> None:
     engine = make_engine()
-    answer = run(
-        generate(engine, request(search=BeamSearch(3), n=2, processors=((FAILS_LATER, {}),), stop_token_ids=()))
-    )
+    wanted = request(beam_search=BeamSearch(3), n=2, processors=[(FAILS_LATER, {})], stop_token_ids=())
+    answer = run(search_one(engine, wanted))
     assert [chunk.finish_reason.error.kind for chunk in answer] == ["exception", "exception"]
     assert_free(engine)
 
@@ -565,12 +476,9 @@ def test_failed_step_ends_searches(make_engine: BuildEngine, monkeypatch: pytest
         return sample(*args, **kwargs)
 
     monkeypatch.setattr(sampler, "sample", failing)
-
-    async def both() -> list[list[GenerationChunk]]:
-        wanted = [request("a", search=BeamSearch(3), n=2, stop_token_ids=()), request("b", stop_token_ids=())]
-        return [*await asyncio.gather(*(generate(engine, one) for one in wanted)), await generate(engine, request())]
-
-    search, plain, next_one = run(both())
+    wanted = [request("a", beam_search=BeamSearch(3), n=2, stop_token_ids=()), request("b", stop_token_ids=())]
+    search, plain = run(last_chunks(engine, *wanted))
+    next_one = run(search_one(engine, request()))
     assert [chunk.finish_reason.error.status_code for chunk in (*search, *plain)] == [500] * 3
     assert next_one[0].finish_reason.error is None
     assert_free(engine)
@@ -581,9 +489,9 @@ def test_stop_strings(make_engine: BuildEngine, loaded_model: LoadedModel) -> No
     search, stop, token = BeamSearch(3, 0.0), "N", 49
     expected = reference(loaded_model, [5, 6, 7, 8], search, 8, ends=frozenset({1, token}))
     engine = make_engine()
-    wanted: dict[str, Any] = {"search": search, "n": 3, "stop": [stop], "stop_token_ids": (), "max_tokens": 8}
-    trimmed = run(generate(engine, request(**wanted)))
-    kept = run(generate(engine, request(**wanted, include_stop_str_in_output=True)))
+    wanted: dict[str, Any] = {"beam_search": search, "n": 3, "stop": [stop], "stop_token_ids": (), "max_tokens": 8}
+    trimmed = run(search_one(engine, request(**wanted)))
+    kept = run(search_one(engine, request(**wanted, include_stop_str_in_output=True)))
     assert found(trimmed) == found(kept) == expected
     assert {chunk.finish_reason for chunk in kept} > {FinishReason("stop", stop)}
     for chunk, without in zip(kept, trimmed, strict=True):
@@ -596,8 +504,8 @@ def test_stop_regex(make_engine: BuildEngine, loaded_model: LoadedModel) -> None
     """The pattern matches with the most likely first token, so it acts like an EOS token."""
     search, pattern, token = BeamSearch(3, 0.0), "[N]", 49
     expected = reference(loaded_model, [5, 6, 7, 8], search, 8, ends=frozenset({1, token}))
-    wanted: dict[str, Any] = {"search": search, "n": 3, "stop_regex": [pattern], "stop_token_ids": (), "max_tokens": 8}
-    answer = run(generate(make_engine(), request(**wanted)))
+    wanted = request(beam_search=search, n=3, stop_regex=[pattern], stop_token_ids=(), max_tokens=8)
+    answer = run(search_one(make_engine(), wanted))
     assert found(answer) == expected
     assert {chunk.finish_reason for chunk in answer} > {FinishReason("stop", pattern)}
     for chunk in answer:
@@ -606,11 +514,11 @@ def test_stop_regex(make_engine: BuildEngine, loaded_model: LoadedModel) -> None
 
 def test_stop_string_across_tokens(make_engine: BuildEngine) -> None:
     engine = make_engine()
-    wanted: dict[str, Any] = {"search": BeamSearch(3, 0.0), "n": 3, "stop_token_ids": (), "max_tokens": 8}
-    plain = run(generate(engine, request(**wanted)))
+    wanted: dict[str, Any] = {"beam_search": BeamSearch(3, 0.0), "n": 3, "stop_token_ids": (), "max_tokens": 8}
+    plain = run(search_one(engine, request(**wanted)))
     texts = [chunk.text.replace("\ufffd", " ") for chunk in plain]
     pairs = [text[k : k + 2] for text in texts for k in range(len(text) - 1) if " " not in text[k : k + 2]]
-    answer = run(generate(engine, request(**wanted, stop=pairs)))
+    answer = run(search_one(engine, request(**wanted, stop=pairs)))
     stopped = [chunk for chunk in answer if chunk.finish_reason.matched in pairs]
     assert stopped
     for chunk in answer:
@@ -626,16 +534,16 @@ def test_min_tokens_and_ignore_eos(make_engine: BuildEngine, loaded_model: Loade
 
     engine = make_engine()
     search = BeamSearch(3, 0.0)
-    answer = run(generate(engine, request(search=search, n=3, min_tokens=4)))
+    answer = run(search_one(engine, request(beam_search=search, n=3, min_tokens=4)))
     assert found(answer) == reference(loaded_model, [5, 6, 7, 8], search, edit=edit)
-    ignoring = run(generate(engine, request(search=search, n=3, stop_token_ids=(), ignore_eos=True)))
+    ignoring = run(search_one(engine, request(beam_search=search, n=3, stop_token_ids=(), ignore_eos=True)))
     assert found(ignoring) == reference(loaded_model, [5, 6, 7, 8], search, ends=frozenset({-1}))
 
 
 def test_prompt_logprobs(make_engine: BuildEngine) -> None:
     engine = make_engine(enable_deterministic_inference=True)
-    (plain,) = run(generate(engine, request(max_tokens=1, prompt_logprobs=2)))
-    for chunk in run(generate(engine, request(search=BeamSearch(3), n=3, prompt_logprobs=2))):
+    (plain,) = run(search_one(engine, request(max_tokens=1, prompt_logprobs=2)))
+    for chunk in run(search_one(engine, request(beam_search=BeamSearch(3), n=3, prompt_logprobs=2))):
         assert chunk.prompt_logprobs == plain.prompt_logprobs
         assert len(chunk.prompt_logprobs) == 4
 
@@ -643,21 +551,21 @@ def test_prompt_logprobs(make_engine: BuildEngine) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"search": BeamSearch(9)}, "num_beams"),
-        ({"search": BeamSearch(2), "n": 3}, "n"),
-        ({"search": BeamSearch(2), "temperature": 0.5}, "temperature"),
-        ({"search": BeamSearch(2), "temperature": 1, "top_p": 0.5}, "temperature"),
-        ({"search": BeamSearch(2), "top_k": 5}, "top_k"),
-        ({"search": BeamSearch(2), "min_p": 0.1}, "min_p"),
-        ({"search": BeamSearch(2), "max_tokens": 0}, "max_tokens"),
-        ({"search": BeamSearch(2), "logprobs": 1}, "logprobs_mode"),
-        ({"search": BeamSearch(2), "stop_token_ids": range(65)}, "stop_token_ids"),
+        ({"beam_search": BeamSearch(9)}, "num_beams"),
+        ({"beam_search": BeamSearch(2), "n": 3}, "n"),
+        ({"beam_search": BeamSearch(2), "temperature": 0.5}, "temperature"),
+        ({"beam_search": BeamSearch(2), "temperature": 1, "top_p": 0.5}, "temperature"),
+        ({"beam_search": BeamSearch(2), "top_k": 5}, "top_k"),
+        ({"beam_search": BeamSearch(2), "min_p": 0.1}, "min_p"),
+        ({"beam_search": BeamSearch(2), "max_tokens": 0}, "max_tokens"),
+        ({"beam_search": BeamSearch(2), "logprobs": 1}, "logprobs_mode"),
+        ({"beam_search": BeamSearch(2), "stop_token_ids": range(65)}, "stop_token_ids"),
     ],
 )
 def test_refusals(make_engine: BuildEngine, fields: dict[str, Any], param: str) -> None:
     engine = make_engine()
     with pytest.raises(BadRequest) as refused:
-        run(generate(engine, request(**fields)))
+        run(search_one(engine, request(**fields)))
     assert refused.value.param == param
 
 
@@ -685,7 +593,7 @@ class Recorder(LogitsProcessor):
 def test_batch_update_of_a_branch_has_its_output(make_engine: BuildEngine) -> None:
     Recorder.added.clear()
     engine = make_engine(logits_processors=(Recorder,))
-    answer = run(generate(engine, request(search=BeamSearch(4), n=4)))
+    answer = run(search_one(engine, request(beam_search=BeamSearch(4), n=4)))
     lengths = [len(initial) for initial, _ in Recorder.added]
     assert lengths[:4] == [0, 1, 1, 1]
     assert max(lengths) > 1
@@ -705,37 +613,26 @@ def test_penalties_apply_to_the_output_of_a_branch(make_engine: BuildEngine, loa
 
     engine = make_engine()
     search = BeamSearch(3)
-    answer = run(generate(engine, request(search=search, n=3, frequency_penalty=2.0)))
+    answer = run(search_one(engine, request(beam_search=search, n=3, frequency_penalty=2.0)))
     assert found(answer) == reference(loaded_model, [5, 6, 7, 8], search, edit=edit)
 
 
 @pytest.mark.slow
 def test_sandbox_keeps_no_state_of_dropped_beams(make_engine: BuildEngine) -> None:
-    counts = SourceProcessor(
+    counts = shipped(
+        "Counts",
         """
-import gc
-from logitship import CustomLogitProcessor
-
-class Counts(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
+        import gc
         members = sum(type(each).__name__ == "SequenceState" for each in gc.get_objects())
         assert members <= custom_param_list[0]["most"], members
         return logits
-""",
-        "Counts",
+        """,
     )
     engine = make_engine(processor_isolation="sandbox", max_num_seqs=4)
-
-    async def several() -> list[GenerationChunk]:
-        chunks = []
-        for i in range(3):
-            chunks += await generate(
-                engine,
-                request(str(i), search=BeamSearch(4), processors=((counts, {"most": 4}),), stop_token_ids=()),
-            )
-        return chunks
-
-    assert [chunk.finish_reason.kind for chunk in run(several())] == ["length"] * 3
+    wanted = request(beam_search=BeamSearch(4), processors=[(counts, {"most": 4})], stop_token_ids=())
+    for _ in range(3):
+        (chunk,) = run(search_one(engine, wanted))
+        assert chunk.finish_reason == FinishReason("length")
 
 
 def test_branch_cancelled_before_its_first_step_is_closed(
@@ -756,8 +653,8 @@ def test_branch_cancelled_before_its_first_step_is_closed(
         return worked
 
     monkeypatch.setattr(internal, "step", step_then_cancel)
-    processors: Processors = ((CHECKS_HISTORY, {"calls": []}),)
-    (chunk,) = run(generate(engine, request(search=BeamSearch(3), processors=processors)))
+    processors: list[Any] = [(CHECKS_HISTORY, {"calls": []})]
+    (chunk,) = run(search_one(engine, request(beam_search=BeamSearch(3), processors=processors)))
     assert chunk.finish_reason == FinishReason("abort")
     assert len(waiting) == 2
     assert set(waiting) <= set(closed)
@@ -768,12 +665,10 @@ def test_waiting_search_can_be_cancelled(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=3)
 
     async def cancel() -> list[list[GenerationChunk]]:
-        running = asyncio.ensure_future(generate(engine, request("a", max_tokens=300, stop_token_ids=())))
-        while not engine.stats().running:
-            await asyncio.sleep(0.001)
-        waits = asyncio.ensure_future(generate(engine, request("b", search=BeamSearch(3), n=2)))
-        while not engine.stats().waiting:
-            await asyncio.sleep(0.001)
+        running = asyncio.ensure_future(search_one(engine, request("a", max_tokens=300, stop_token_ids=())))
+        await until(lambda: engine.stats().running)
+        waits = asyncio.ensure_future(search_one(engine, request("b", beam_search=BeamSearch(3), n=2)))
+        await until(lambda: engine.stats().waiting)
         engine.abort("b")
         cancelled = await waits
         engine.abort("a")

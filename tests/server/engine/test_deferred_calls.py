@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -22,33 +22,25 @@ from logitship.server.engine.decode_shares import DecodeShares
 from logitship.server.metrics.step_clock import StepTime
 from logitship.server.requests.messages import BeamSearch, GenerationChunk, GenerationRequest, ProcessorRequest
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
-
-BuildEngine = Callable[..., AsyncEngine]
-Processors = tuple[tuple[ProcessorString, dict[str, Any] | None], ...]
+from tests.helpers.coroutines import run, until
+from tests.helpers.engine_requests import BuildEngine, chunks_of, request
+from tests.helpers.processors import shipped_by_row
 
 EXACT = """
-from logitship import CustomLogitProcessor
-
-class {name}(CustomLogitProcessor):
-    '''Rolls the row by the history; fails if it is not called exactly once for each token.'''
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in zip(logits, custom_param_list):
-            req = params["__req__"]
-            assert req.state.get("calls", 0) == len(req.output_ids)
-            req.state["calls"] = len(req.output_ids) + 1
-            if len(req.output_ids) == params.get("fail_at"):
-                raise ValueError("as asked")
-            row[:] = row.roll({by} * sum(req.output_ids) + len(req.origin_input_ids))
-        return logits
+# Roll the row by the history; fail if it is not called exactly once for each token.
+assert req.state.get("calls", 0) == len(req.output_ids)
+req.state["calls"] = len(req.output_ids) + 1
+if len(req.output_ids) == params.get("fail_at"):
+    raise ValueError("as asked")
+row[:] = row.roll({by} * sum(req.output_ids) + len(req.origin_input_ids))
 """
 
 
 def _exact(name: str, by: int) -> SourceProcessor:
-    return SourceProcessor(EXACT.format(name=name, by=by), name)
+    return shipped_by_row(name, EXACT.format(by=by))
 
 
 A, B, C = _exact("A", 1), _exact("B", 3), _exact("C", 7)
-BAN = InstalledProcessor("disallowed_tokens")
 
 
 class LateRun:
@@ -129,17 +121,19 @@ def late_executor(monkeypatch: pytest.MonkeyPatch) -> LateExecutor:
 
 def wanted(number: int, tenant: str = "", **fields: Any) -> GenerationRequest:
     """Return one of many requests, which together use every feature that a deferred row could get wrong."""
-    chosen: Processors = [
-        (),
-        ((A, {}),),
-        ((A, {}), (B, {})),
-        ((B, {}),),
-        ((C, {}), (BAN, {"token_ids": [7, 8, 9]}), (A, {})),
-        ((B, {}), (A, {}), (C, {})),
-        ((_exact(f"Fails{number}", 1), {"fail_at": 2}), (B, {})),
+    ban = InstalledProcessor("disallowed_tokens")
+    chosen: list[tuple[ProcessorString, dict[str, Any]]] = [
+        [],
+        [(A, {})],
+        [(A, {}), (B, {})],
+        [(B, {})],
+        [(C, {}), (ban, {"token_ids": [7, 8, 9]}), (A, {})],
+        [(B, {}), (A, {}), (C, {})],
+        [(_exact(f"Fails{number}", 1), {"fail_at": 2}), (B, {})],
     ][number % 7]
     prompt = [4 + (11 * number + 3 * place) % 250 for place in range(1 + number * 7 % 40)]
     params: dict[str, Any] = {
+        "ignore_eos": False,
         "max_tokens": 3 + number * 5 % 14,
         "seed": number,
         "temperature": (0.0, 0.8, 1.3)[number % 3],
@@ -150,18 +144,8 @@ def wanted(number: int, tenant: str = "", **fields: Any) -> GenerationRequest:
         "trace": (None, None, 3)[number % 3],
         "prompt_logprobs": (None, 1)[number % 5 == 0],
     }
-    return GenerationRequest(
-        rid=f"r{number}",
-        tenant=tenant,
-        prompt_token_ids=prompt,
-        processors=tuple(ProcessorRequest(string, values, own=True) for string, values in chosen),
-        sampling_params=SamplingParams(**params),
-        **fields,
-    )
-
-
-async def generate(engine: AsyncEngine, request: GenerationRequest) -> list[GenerationChunk]:
-    return [chunk async for chunk in await engine.submit(request)]
+    processors = [ProcessorRequest(string, values, own=True) for string, values in chosen]
+    return request(f"r{number}", prompt, processors, tenant=tenant, **params, **fields)
 
 
 @dataclasses.dataclass
@@ -194,14 +178,6 @@ def summary(chunks: list[GenerationChunk]) -> Summary:
     return result
 
 
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    async def bounded() -> Any:
-        async with asyncio.timeout(120):
-            return await coroutine
-
-    return asyncio.run(bounded())
-
-
 async def compare(
     engine: AsyncEngine,
     executor: LateExecutor,
@@ -211,12 +187,12 @@ async def compare(
 ) -> None:
     """Compare each request alone and undisturbed with the same request among those of three tenants."""
     executor.is_late = False
-    alone = [summary(await generate(engine, one)) for one in requests("alone")]
+    alone = [summary(await chunks_of(engine, one)) for one in requests("alone")]
     assert engine.stats().deferred_calls == 0
     executor.is_late = is_late
     tenants = ["a", "b", "c"]
     together = [dataclasses.replace(one, tenant=tenants[i % 3]) for i, one in enumerate(requests("x"))]
-    results = await asyncio.gather(*(generate(engine, one) for one in together))
+    results = await asyncio.gather(*(chunks_of(engine, one) for one in together))
     for one, result, expected in zip(together, results, alone, strict=True):
         found = summary(result)
         assert found.exact == expected.exact, one
@@ -313,12 +289,12 @@ def test_others_go_on_while_a_call_is_deferred(make_engine: BuildEngine, late_ex
     engine = make_engine()
 
     async def beside() -> tuple[list[GenerationChunk], list[GenerationChunk]]:
-        first = await engine.submit(_plain("first", "a", 400))
+        first = await engine.submit(request("first", tenant="a", max_tokens=400, temperature=0))
         await anext(aiter(first))
         late_executor.is_held = True
-        slow = asyncio.create_task(generate(engine, wanted(1, "b")))
-        await _until(lambda: engine.stats().deferred_calls == 1)
-        second = await generate(engine, _plain("second", "a", 100))
+        slow = asyncio.create_task(chunks_of(engine, wanted(1, "b")))
+        await until(lambda: engine.stats().deferred_calls == 1)
+        second = await chunks_of(engine, request("second", tenant="a", max_tokens=100, temperature=0))
         await first.aclose()
         late_executor.is_held = False
         return second, await slow
@@ -332,28 +308,18 @@ def test_cancelled_while_its_call_is_deferred(make_engine: BuildEngine, late_exe
     engine = make_engine()
 
     async def cancel() -> list[GenerationChunk]:
-        first = await engine.submit(_plain("first", "a", 400))
+        first = await engine.submit(request("first", tenant="a", max_tokens=400, temperature=0))
         await anext(aiter(first))
         late_executor.is_held = True
         slow = await engine.submit(wanted(1, "b"))
-        await _until(lambda: engine.stats().deferred_calls == 1)
+        await until(lambda: engine.stats().deferred_calls == 1)
         await slow.aclose()
         await first.aclose()
         # The same processor cannot be called before the deferred call has ended.
-        again = asyncio.create_task(generate(engine, wanted(8, "b")))
-        await _until(lambda: engine.stats().running == 1)
+        again = asyncio.create_task(chunks_of(engine, wanted(8, "b")))
+        await until(lambda: engine.stats().running == 1)
         late_executor.is_held = False
         return await again
 
     assert run(cancel())[-1].completion_tokens == wanted(8).sampling_params.max_tokens
     assert (engine.stats().running, engine.stats().waiting) == (0, 0)
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
-def _plain(rid: str, tenant: str, max_tokens: int) -> GenerationRequest:
-    params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return GenerationRequest(rid=rid, tenant=tenant, prompt_token_ids=[5, 6], sampling_params=params)

@@ -9,15 +9,14 @@ import math
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from logitship.client.records import Receipt
-from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
+from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.processors import early_calls
 from logitship.sampler.sampler import Sampler, SamplerOutput
@@ -29,8 +28,10 @@ from logitship.server.metrics.observed_metrics import CallStatistics
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.requests.messages import GenerationChunk, GenerationRequest, ProcessorRequest
 from logitship.server.tokenizer import Tokenizer
-
-BuildEngine = Callable[..., AsyncEngine]
+from tests.helpers.coroutines import run
+from tests.helpers.engine_requests import BuildEngine, generate, installed
+from tests.helpers.engine_requests import request as any_request
+from tests.helpers.processors import shipped_by_row
 
 LENGTH = 24
 VOCAB_SIZE = 260
@@ -91,10 +92,6 @@ SCHEMA = {
 }
 
 
-def named(name: str, **params: Any) -> ProcessorRequest:
-    return ProcessorRequest(InstalledProcessor(name), params)
-
-
 def shipped(generator: random.Random) -> ProcessorRequest:
     number = generator.randrange(3)
     params = {
@@ -112,16 +109,16 @@ def built_in(generator: random.Random) -> ProcessorRequest:
     sentences = ["the order is late", "the order was lost", "no"]
     return generator.choice(
         [
-            named("grammar", regex=generator.choice(["ab[0-9]cdefg(hij|hkl)m*", "(yes|no): [a-c]+ end"])),
-            named("grammar", choice=generator.sample(sentences, k=generator.randrange(1, 4))),
-            named("grammar", json_schema=json.dumps(SCHEMA)),
-            named("tree", tree={"start_token_id": 9, "end_token_id": EOS, "prefix_dict": tree}),
-            named("thinking_budget", thinking_budget=3, start=[THINK], end=[40, 41, 42, END_THINK], newline=[14]),
-            named("think_mode", max_thinking_tokens=4, end_think_token_ids=[50, 51, END_THINK]),
-            named("force_last_phrase", phrase="good bye"),
-            named("trigger_phrase", phrase="now", trigger_token_phrase="a", trigger_count=2),
-            named("no_repeat_ngram", ngram_size=2, window_size=50),
-            named("disallowed_tokens", token_ids=list(range(40, 120))),
+            installed("grammar", regex=generator.choice(["ab[0-9]cdefg(hij|hkl)m*", "(yes|no): [a-c]+ end"])),
+            installed("grammar", choice=generator.sample(sentences, k=generator.randrange(1, 4))),
+            installed("grammar", json_schema=json.dumps(SCHEMA)),
+            installed("tree", tree={"start_token_id": 9, "end_token_id": EOS, "prefix_dict": tree}),
+            installed("thinking_budget", thinking_budget=3, start=[THINK], end=[40, 41, 42, END_THINK], newline=[14]),
+            installed("think_mode", max_thinking_tokens=4, end_think_token_ids=[50, 51, END_THINK]),
+            installed("force_last_phrase", phrase="good bye"),
+            installed("trigger_phrase", phrase="now", trigger_token_phrase="a", trigger_count=2),
+            installed("no_repeat_ngram", ngram_size=2, window_size=50),
+            installed("disallowed_tokens", token_ids=list(range(40, 120))),
         ]
     )
 
@@ -196,7 +193,7 @@ class Continuation:
             )
 
 
-def run(engine: AsyncEngine, wanted: Iterable[GenerationRequest]) -> dict[tuple[str, int], Continuation]:
+def run_all(engine: AsyncEngine, wanted: Iterable[GenerationRequest]) -> dict[tuple[str, int], Continuation]:
     found: defaultdict[tuple[str, int], Continuation] = defaultdict(Continuation)
 
     async def take(request: GenerationRequest) -> None:
@@ -204,10 +201,9 @@ def run(engine: AsyncEngine, wanted: Iterable[GenerationRequest]) -> dict[tuple[
             found[request.rid, chunk.index].add(chunk)
 
     async def take_all() -> None:
-        async with asyncio.timeout(240):
-            await asyncio.gather(*map(take, wanted))
+        await asyncio.gather(*map(take, wanted))
 
-    asyncio.run(take_all())
+    run(take_all(), timeout=240)
     return found
 
 
@@ -238,9 +234,9 @@ def test_forced_runs_change_nothing(make_engine: BuildEngine, isolation: str, sp
     settings = SETTINGS | {"processor_isolation": isolation, "speculative_algorithm": speculation}
     generator = random.Random(f"{isolation} {speculation}")
     wanted = [random_request(f"r{number}", generator) for number in range(200)]
-    plain = run(make_engine(**settings, max_forced_run=0), wanted)
+    plain = run_all(make_engine(**settings, max_forced_run=0), wanted)
     engine = make_engine(**settings)
-    forced = run(engine, wanted)
+    forced = run_all(engine, wanted)
     assert_equal(forced, plain, wanted)
     assert engine.stats().forced > 50
     assert all(each.num_forced == 0 for each in plain.values())
@@ -252,12 +248,11 @@ def forcing(way: str, length: int = 8, **params: Any) -> GenerationRequest:
         SourceProcessor(FORCING.format(number=0), "Forcing0"),
         {"phrase": list(range(40, 40 + length)), "pause": 4, "way": way},
     )
-    sampling = SamplingParams(**({"max_tokens": 60, "ignore_eos": True, "temperature": 0.0} | params))
-    return GenerationRequest(rid="r", prompt_token_ids=[5, 6], sampling_params=sampling, processors=(phrase,))
+    return any_request("r", [5, 6], [phrase], **({"max_tokens": 60, "temperature": 0.0} | params))
 
 
 def alone(engine: AsyncEngine, request: GenerationRequest) -> Continuation:
-    return run(engine, [request])["r", 0]
+    return run_all(engine, [request])["r", 0]
 
 
 @pytest.mark.parametrize("way", ["fill", "keep", "mask"])
@@ -304,7 +299,7 @@ def test_guesses_of_a_grammar_are_verified(
 ) -> None:
     """The text is the only one; its tokens are single bytes, as usual for this model. Fused layers compute float32."""
     engine = make_engine({"float32": float32_model, "float64": loaded_model}[dtype])
-    request = replace(forcing("fill"), processors=(named("grammar", choice=["the delivery is late", "the delay"]),))
+    request = replace(forcing("fill"), processors=(installed("grammar", choice=["the delivery is late", "the delay"]),))
     found = alone(
         engine, replace(request, sampling_params=SamplingParams(max_tokens=40, eos_token_ids=frozenset({EOS})))
     )
@@ -318,7 +313,9 @@ def test_tokenizer_with_more_tokens_than_logits(make_engine: BuildEngine, loaded
     larger.add_tokens([f"<extra_{number}>" for number in range(60)])
     engine = make_engine(replace(loaded_model, tokenizer=Tokenizer(larger)))
     sampling = SamplingParams(max_tokens=40, eos_token_ids=frozenset({EOS}), allowed_token_ids=list(range(250)))
-    request = replace(forcing("fill"), processors=(named("grammar", regex="[ab]{3}late"),), sampling_params=sampling)
+    request = replace(
+        forcing("fill"), processors=(installed("grammar", regex="[ab]{3}late"),), sampling_params=sampling
+    )
     found = alone(engine, request)
     assert re.fullmatch("[ab]{3}late", found.text)
     assert found.num_forced >= 4
@@ -347,7 +344,7 @@ def test_guesses_of_greedy_requests_need_no_sampler(
         return sample(sampler, logits, rows)
 
     monkeypatch.setattr(Sampler, "sample", counting)
-    request = replace(forcing("fill"), processors=(named("grammar", choice=["the delivery is late"]),))
+    request = replace(forcing("fill"), processors=(installed("grammar", choice=["the delivery is late"]),))
     sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 40, "eos_token_ids": frozenset({EOS})} | params)
     found = alone(make_engine(), replace(request, sampling_params=sampling))
     assert found.text == "the delivery is late"
@@ -356,7 +353,7 @@ def test_guesses_of_greedy_requests_need_no_sampler(
 
 def test_installed_batch_processor_may_do_anything(make_engine: BuildEngine) -> None:
     engine = make_engine(logits_processors=(AddsNothing,))
-    request = replace(forcing("fill"), processors=(named("grammar", choice=["the delivery is late"]),))
+    request = replace(forcing("fill"), processors=(installed("grammar", choice=["the delivery is late"]),))
     alone(engine, request)
     assert engine.stats().forced == 0
 
@@ -400,7 +397,10 @@ def test_logits_that_are_not_finite(
     monkeypatch.setattr(StepLogits, "single", broken_single)
     found = [
         alone(make_engine(processor_isolation=isolation, max_forced_run=most), request)
-        for request in (forcing(way), replace(forcing(way), processors=(named("grammar", regex="[a-c]{4}(hijk)*m+"),)))
+        for request in (
+            forcing(way),
+            replace(forcing(way), processors=(installed("grammar", regex="[a-c]{4}(hijk)*m+"),)),
+        )
         for most in (0, 16)
     ]
     for plain, forced in (found[:2], found[2:]):
@@ -408,58 +408,49 @@ def test_logits_that_are_not_finite(
         assert forced.others == plain.others
 
 
-SLEEPING = """
-import time
-from logitship import CustomLogitProcessor
-
-class Sleeping(CustomLogitProcessor):
-    '''Forces tokens until it blocks, without using CPU time.'''
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in enumerate(custom_param_list):
-            length = len(params["__req__"].output_ids)
-            if length == 6:
-                time.sleep(3600)
-            logits[row, :] = -float("inf")
-            logits[row, 40 + length] = 0.0
-        return logits
-"""
+SLEEPING = shipped_by_row(
+    "Sleeping",
+    """
+    # Force tokens until it blocks, without using CPU time.
+    import time
+    length = len(req.output_ids)
+    if length == 6:
+        time.sleep(3600)
+    row[:] = -torch.inf
+    row[40 + length] = 0.0
+    """,
+)
 
 
 def test_processor_that_blocks_ahead_of_the_model(make_engine: BuildEngine) -> None:
     """No step is planned meanwhile, as its sequence is the only one; the deadline ends its call nevertheless."""
     engine = make_engine(processor_isolation="sandbox")
-    sleeping = ProcessorRequest(SourceProcessor(SLEEPING, "Sleeping"), {})
-    found = alone(engine, replace(forcing("fill"), processors=(sleeping,)))
+    found = alone(engine, replace(forcing("fill"), processors=(ProcessorRequest(SLEEPING, {}),)))
     ((kind, _, message, num_tokens),) = found.others[-1:]
     assert (kind, num_tokens) == ("abort", 6)
     assert "gave no answer within 1 s" in message
     assert len(alone(engine, forcing("fill")).token_ids) == 60
 
 
-READING = """
-import torch
-from logitship import CustomLogitProcessor
-
-class Reading(CustomLogitProcessor):
-    '''Writes a phrase, and uses the values of the logits after it.'''
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in enumerate(custom_param_list):
-            length = len(params["__req__"].output_ids)
-            print("token", length)
-            if 4 <= length < 12:
-                logits[row, :] = -torch.inf
-                logits[row, 40 + length] = 0.0
-            elif length == 12:
-                logits[row, 60] = logits[row].max() + 1
-            else:
-                logits[row, 70] += 1.0
-        return logits
-"""
+READING = shipped_by_row(
+    "Reading",
+    """
+    # Write a phrase, and use the values of the logits after it.
+    length = len(req.output_ids)
+    print("token", length)
+    if 4 <= length < 12:
+        row[:] = -torch.inf
+        row[40 + length] = 0.0
+    elif length == 12:
+        row[60] = row.max() + 1
+    else:
+        row[70] += 1.0
+    """,
+)
 
 
 def reading(rid: str = "r", **params: Any) -> GenerationRequest:
-    processor = ProcessorRequest(SourceProcessor(READING, "Reading"), {})
-    return replace(forcing("fill", max_tokens=20, **params), rid=rid, processors=(processor,))
+    return replace(forcing("fill", max_tokens=20, **params), rid=rid, processors=(ProcessorRequest(READING, {}),))
 
 
 @pytest.mark.parametrize("others", [(), ("plain",)])
@@ -473,10 +464,10 @@ def test_next_request_after_one_that_ended_within_its_run(
     expected = alone(engine, reading())
     beside = [replace(forcing("fill"), rid=rid, processors=()) for rid in others]
     stop = tokenizer.decode([48])
-    stopped = run(engine, [reading("stopped", stop=[stop]), *beside])["stopped", 0]
+    stopped = run_all(engine, [reading("stopped", stop=[stop]), *beside])["stopped", 0]
     assert stopped.token_ids == expected.token_ids[:9]
     for _ in range(2):
-        assert run(engine, [reading("next"), *beside])["next", 0].token_ids == expected.token_ids
+        assert run_all(engine, [reading("next"), *beside])["next", 0].token_ids == expected.token_ids
 
 
 @pytest.mark.parametrize("most", [0, 16])
@@ -486,11 +477,7 @@ def test_forced_tokens_are_in_receipts_and_metrics(
     rows_of_calls = []
     monkeypatch.setattr(CallStatistics, "observe", lambda self, num_rows, *_: rows_of_calls.append(num_rows))
     engine = make_engine(processor_isolation="sandbox", max_forced_run=most)
-
-    async def receipts() -> list[Receipt]:
-        return [receipt async for chunk in await engine.submit(reading()) for receipt in chunk.receipts]
-
-    (receipt,) = asyncio.run(receipts())
+    (receipt,) = run(generate(engine, reading())).receipts
     assert receipt.printed.split("\n")[:-1] == [f"token {number}" for number in range(20)]
     assert receipt.forced_steps == (7 if most else 0)
     assert rows_of_calls == [1] * 20

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from logitship.builtin_processors.grammars.checker import GrammarChecker
 from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.client.processor import CustomLogitProcessor
-from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.batch_processors.logits_processors import BatchRows
 from logitship.sampler.batch_processors.slot_interface import (
@@ -24,17 +24,15 @@ from logitship.sampler.batch_processors.slot_interface import (
     SlotLogitsProcessor,
 )
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, ServiceUnavailable, StartError
 from logitship.server.requests.messages import (
-    AttachedProcessor,
     CallableRequest,
-    GenerationChunk,
-    GenerationRequest,
     ProcessorRequest,
 )
-
-BuildEngine = Callable[..., AsyncEngine]
+from tests.helpers.coroutines import run
+from tests.helpers.engine_requests import BuildEngine, generate, generate_all, generate_together, installed
+from tests.helpers.engine_requests import request as any_request
+from tests.helpers.processors import shipped_by_row
 
 
 class Target(LogitsProcessor):
@@ -75,35 +73,7 @@ class Force(CustomLogitProcessor):
         return logits
 
 
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    async def bounded() -> Any:
-        async with asyncio.timeout(120):
-            return await coroutine
-
-    return asyncio.run(bounded())
-
-
-def request(rid: str, *processors: AttachedProcessor, n: int = 1, **params: Any) -> GenerationRequest:
-    defaults = {"max_tokens": 6, "ignore_eos": True, "temperature": 0.0}
-    return GenerationRequest(
-        rid=rid,
-        prompt_token_ids=[4 + byte for byte in b"hello"],
-        sampling_params=SamplingParams(**(defaults | params)),
-        processors=processors,
-        n=n,
-    )
-
-
-async def tokens(engine: AsyncEngine, wanted: GenerationRequest) -> tuple[list[int], GenerationChunk]:
-    found: list[int] = []
-    async for chunk in await engine.submit(wanted):
-        found += chunk.token_ids
-        last = chunk
-    return found, last
-
-
-async def all_tokens(engine: AsyncEngine, *wanted: GenerationRequest) -> list[tuple[list[int], GenerationChunk]]:
-    return list(await asyncio.gather(*(tokens(engine, each) for each in wanted)))
+request = partial(any_request, max_tokens=6, temperature=0.0)
 
 
 @pytest.fixture
@@ -155,14 +125,14 @@ def test_busy_grammar_checker_is_a_503(make_engine: BuildEngine, monkeypatch: py
         raise PreparationUnavailable("try again later")
 
     engine = make_engine()
-    wanted = ProcessorRequest(InstalledProcessor("grammar"), {"regex": "[0-9]+"}, own=True)
+    wanted = request(processors=[ProcessorRequest(InstalledProcessor("grammar"), {"regex": "[0-9]+"}, own=True)])
     with monkeypatch.context() as patch:
         patch.setattr(GrammarChecker, "check", busy)
         with pytest.raises(ServiceUnavailable, match="try again later"):
-            run(tokens(engine, request("a", wanted)))
-    found, _ = run(tokens(engine, request("a", wanted)))
-    assert len(engine.tokenizer.decode(found)) == 6
-    assert engine.tokenizer.decode(found).isdigit()
+            run(generate(engine, wanted))
+    found = engine.tokenizer.decode(run(generate(engine, wanted)).token_ids)
+    assert len(found) == 6
+    assert found.isdigit()
 
 
 class SlotTarget(SlotLogitsProcessor):
@@ -194,40 +164,38 @@ class SlotTarget(SlotLogitsProcessor):
 @pytest.mark.parametrize("speculative", [{}, {"speculative_algorithm": "NGRAM", "speculative_num_draft_tokens": 3}])
 def test_processor_of_model_runner_v2(make_engine: BuildEngine, speculative: dict[str, Any]) -> None:
     engine = make_engine(logits_processors=(SlotTarget,), **speculative)
-    plain, forced, late = run(
-        all_tokens(
-            engine,
-            request("a"),
-            request("b", extra_args={"target_token": 77}, temperature=1.0),
-            request("c", extra_args={"target_token": 78, "after": 3}),
-        )
-    )
-    assert 77 not in plain[0]
-    assert 78 not in plain[0]
-    assert forced[0] == [77] * 6
-    assert late[0][3:] == [78] * 3
-    assert 78 not in late[0][:3]
+    wanted = [
+        request("a"),
+        request("b", extra_args={"target_token": 77}, temperature=1.0),
+        request("c", extra_args={"target_token": 78, "after": 3}),
+    ]
+    plain, forced, late = run(generate_together(engine, wanted))
+    assert 77 not in plain.token_ids
+    assert 78 not in plain.token_ids
+    assert forced.token_ids == [77] * 6
+    assert late.token_ids[3:] == [78] * 3
+    assert 78 not in late.token_ids[:3]
     with pytest.raises(BadRequest, match="target_token has to be an integer"):
-        run(tokens(engine, request("d", extra_args={"target_token": "x"})))
+        run(generate(engine, request("d", extra_args={"target_token": "x"})))
 
 
 def test_fault_of_a_processor_of_model_runner_v2(make_engine: BuildEngine) -> None:
     engine = make_engine(logits_processors=(SlotTarget,))
-    good = [request("a"), request("b", extra_args={"target_token": 9})]
-    *others, (found, last) = run(all_tokens(engine, *good, request("c", extra_args={"target_token": 10**6})))
-    assert others[1][0] == [9] * 6
-    assert found == []
-    assert last.finish_reason.error.type == "BatchProcessorFault"
-    assert "SlotTarget failed on this request" in last.finish_reason.error.message
+    targets = {"a": None, "b": 9, "c": 10**6}
+    wanted = [request(rid, extra_args=target and {"target_token": target}) for rid, target in targets.items()]
+    _, other, failed = run(generate_together(engine, wanted))
+    assert other.token_ids == [9] * 6
+    assert failed.token_ids == []
+    assert failed.error.type == "BatchProcessorFault"
+    assert "SlotTarget failed on this request" in failed.error.message
 
 
 def test_batch_processor_only_edits_requests_that_ask(make_engine: BuildEngine) -> None:
     engine = make_engine(logits_processors=(Target,))
-    plain, forced = run(
-        all_tokens(engine, request("a"), request("b", extra_args={"target_token": 77}, temperature=1.0))
-    )
-    assert forced[0] == [77] * 6
-    assert 77 not in plain[0]
+    wanted = [request("a"), request("b", extra_args={"target_token": 77}, temperature=1.0)]
+    plain, forced = run(generate_together(engine, wanted))
+    assert forced.token_ids == [77] * 6
+    assert 77 not in plain.token_ids
 
 
 @pytest.mark.parametrize(
@@ -240,23 +208,21 @@ def test_batch_processor_only_edits_requests_that_ask(make_engine: BuildEngine) 
 def test_batch_processor_validates_params_at_admission(make_engine: BuildEngine, target: Any, message: str) -> None:
     engine = make_engine(logits_processors=(Target,))
     with pytest.raises(BadRequest, match=message):
-        run(tokens(engine, request("a", extra_args={"target_token": target})))
+        run(generate(engine, request("a", extra_args={"target_token": target})))
 
 
 @pytest.mark.parametrize("target", [10**6, -(10**6), 1 << 80])
 def test_batch_processor_fault_ends_only_its_request(make_engine: BuildEngine, target: int) -> None:
     engine = make_engine(logits_processors=(Target,))
     good = [request("a"), request("b", extra_args={"target_token": 9}), request("c", seed=4, temperature=1.0)]
-    alone = run(all_tokens(engine, *good))
+    alone = run(generate_together(engine, good))
     bad = request("d", extra_args={"target_token": target})
-    *others, (found, last) = run(all_tokens(engine, *good, bad))
-    assert [token_ids for token_ids, _ in others] == [token_ids for token_ids, _ in alone]
-    assert found == []
-    assert last.finish_reason is not None
-    assert last.finish_reason.error is not None
-    assert last.finish_reason.error.type == "BatchProcessorFault"
-    assert last.finish_reason.error.status_code == 500
-    assert "Target failed on this request" in last.finish_reason.error.message
+    *others, failed = run(generate_together(engine, [*good, bad]))
+    assert [output.token_ids for output in others] == [output.token_ids for output in alone]
+    assert failed.token_ids == []
+    assert failed.error.type == "BatchProcessorFault"
+    assert failed.error.status_code == 500
+    assert "Target failed on this request" in failed.error.message
     assert engine.healthy
 
 
@@ -290,77 +256,53 @@ def test_installed_processor_that_cannot_be_created(processor: type, reason: str
 def test_installed_row_level_processor_by_name(make_engine: BuildEngine) -> None:
     engine = make_engine(logits_processors=(Force,), enable_custom_logit_processor=False)
     name = f"{Force.__module__}:Force"
-    processor = ProcessorRequest(InstalledProcessor(name), {"token": 33})
-    plain, forced = run(all_tokens(engine, request("a"), request("b", processor)))
-    assert forced[0] == [33] * 6
-    assert plain[0] != forced[0]
-    assert [(receipt.name, receipt.steps) for receipt in forced[1].receipts] == [(name, 6)]
+    wanted = [request("a"), request("b", processors=[installed(name, token=33)])]
+    plain, forced = run(generate_together(engine, wanted))
+    assert forced.token_ids == [33] * 6
+    assert plain.token_ids != forced.token_ids
+    assert [(receipt.name, receipt.steps) for receipt in forced.receipts] == [(name, 6)]
 
 
 def test_named_callable_has_separate_state_per_sequence(make_engine: BuildEngine, callables: None) -> None:
     engine = make_engine(logits_processor_pattern=r"my_callables\..*")
     counting = CallableRequest("my_callables.Countdown", (50,))
-
-    async def both() -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {0: [], 1: []}
-        async for chunk in await engine.submit(request("a", counting, n=2)):
-            found[chunk.index] += chunk.token_ids
-            last = chunk
-        assert [(receipt.name, receipt.steps) for receipt in last.receipts] == [("my_callables.Countdown", 6)]
-        return found
-
-    assert run(both()) == {0: [50, 49, 48, 47, 46, 45], 1: [50, 49, 48, 47, 46, 45]}
+    for output in run(generate_all(engine, request(processors=[counting], n=2))):
+        assert output.token_ids == [50, 49, 48, 47, 46, 45]
+        assert [(receipt.name, receipt.steps) for receipt in output.receipts] == [("my_callables.Countdown", 6)]
 
 
 def test_functions_and_hugging_face_objects(make_engine: BuildEngine, callables: None) -> None:
     engine = make_engine(logits_processor_pattern=r"my_callables[.:].*")
-    repeats, lengths = run(
-        all_tokens(
-            engine,
-            request("a", CallableRequest("my_callables.forbid_repeats")),
-            request("b", CallableRequest("my_callables:HuggingFace")),
-        )
-    )
-    assert len(set(repeats[0])) == 6
-    assert lengths[0] == [5, 6, 7, 8, 9, 10]
+    names = ("my_callables.forbid_repeats", "my_callables:HuggingFace")
+    wanted = [request(name, processors=[CallableRequest(name)]) for name in names]
+    repeats, lengths = run(generate_together(engine, wanted))
+    assert len(set(repeats.token_ids)) == 6
+    assert lengths.token_ids == [5, 6, 7, 8, 9, 10]
 
 
 def test_processors_run_in_list_order(make_engine: BuildEngine, callables: None) -> None:
     engine = make_engine(logits_processor_pattern=r"my_callables\..*")
-    source = "from logitship import CustomLogitProcessor\n\nclass Last(CustomLogitProcessor):\n" + (
-        "    def __call__(self, logits, custom_param_list=None):\n"
-        "        for row, params in zip(logits, custom_param_list):\n"
-        "            top = int(row.argmax()) + params['by']\n"
-        "            row[:] = -float('inf')\n"
-        "            row[top] = 0.0\n"
-        "        return logits\n"
-    )
-
-    def shift(by: int) -> ProcessorRequest:
-        return ProcessorRequest(SourceProcessor(source, "Last"), {"by": by})
-
+    shift = shipped_by_row("Shift", "top = int(row.argmax()) + params['by']; row[:] = -torch.inf; row[top] = 0.0")
     counting = CallableRequest("my_callables.Countdown", (50,))
-    after, before = run(
-        all_tokens(engine, request("a", counting, shift(3), shift(10)), request("b", shift(3), counting))
-    )
-    assert after[0] == [63, 62, 61, 60, 59, 58]
-    assert before[0] == [50, 49, 48, 47, 46, 45]
+    counted_first = request("a", processors=[counting, (shift, {"by": 3}), (shift, {"by": 10})])
+    counted_last = request("b", processors=[(shift, {"by": 3}), counting])
+    after, before = run(generate_together(engine, [counted_first, counted_last]))
+    assert after.token_ids == [63, 62, 61, 60, 59, 58]
+    assert before.token_ids == [50, 49, 48, 47, 46, 45]
 
 
 def test_callable_fault_ends_only_its_request(make_engine: BuildEngine, callables: None) -> None:
     engine = make_engine(logits_processor_pattern=r"my_callables\..*")
     repeats = CallableRequest("my_callables.forbid_repeats")
-    alone = run(tokens(engine, request("a", repeats)))
-    other, (found, last) = run(
-        all_tokens(engine, request("a", repeats), request("b", CallableRequest("my_callables.fails_at_two")))
-    )
-    assert other[0] == alone[0]
-    assert len(found) == 2
-    assert last.finish_reason is not None
-    assert last.finish_reason.error is not None
-    assert last.finish_reason.error.type == "ProcessorFault"
-    assert "lost" in last.finish_reason.error.message
-    assert "fails_at_two" in last.finish_reason.error.traceback
+    good = request("a", processors=[repeats])
+    failing = request("b", processors=[CallableRequest("my_callables.fails_at_two")])
+    alone = run(generate(engine, good))
+    other, failed = run(generate_together(engine, [good, failing]))
+    assert other.token_ids == alone.token_ids
+    assert len(failed.token_ids) == 2
+    assert failed.error.type == "ProcessorFault"
+    assert "lost" in failed.error.message
+    assert "fails_at_two" in failed.error.traceback
 
 
 @pytest.mark.parametrize(
@@ -390,7 +332,7 @@ def test_refused_callable_names(
     engine = make_engine(logits_processor_pattern=pattern)
     processor = wanted if isinstance(wanted, CallableRequest) else CallableRequest(wanted)
     with pytest.raises(BadRequest, match=message) as caught:
-        run(tokens(engine, request("a", processor)))
+        run(generate(engine, request(processors=[processor])))
     assert caught.value.param == "processors[0]"
 
 

@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 
-from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.readiness import Readiness
 from logitship.server.refusals import ServiceUnavailable
-from logitship.server.requests.messages import GenerationRequest
+from tests.helpers.engine_requests import BuildEngine, request
 
-BuildEngine = Callable[..., AsyncEngine]
 HoldEngine = Callable[[AsyncEngine], AbstractContextManager[None]]
 SOON, PATIENCE = 0.05, 60.0
 
@@ -64,8 +62,7 @@ def test_a_full_queue(make_engine: BuildEngine, hold_engine: HoldEngine) -> None
 
     async def ask() -> None:
         with hold_engine(engine):
-            params = SamplingParams(max_tokens=1)
-            stream = await engine.submit(GenerationRequest(rid="a", prompt_token_ids=[5], sampling_params=params))
+            stream = await engine.submit(request(max_tokens=1))
             reasons = await readiness_of(engine, SOON).reasons()
         assert reasons[0] == "the queue is full: 1 sequences run or wait, at most 1 may: try again later"
         async for _ in stream:

@@ -2,65 +2,45 @@
 
 from __future__ import annotations
 
-import asyncio
+import math
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable
-from itertools import count
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
 
-from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
 from logitship.sampler.batch_processors.logits_processors import BatchRows
-from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine import build
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import StartError
-from logitship.server.requests.messages import AttachedProcessor, FinishReason, GenerationRequest, ProcessorRequest
+from logitship.server.requests.messages import GenerationRequest
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
-
-BuildEngine = Callable[..., AsyncEngine]
+from tests.helpers.coroutines import run
+from tests.helpers.engine_requests import BuildEngine, Output, generate, generate_together, installed, request
+from tests.helpers.processors import shipped_by_row
 
 LENGTH = 30
 REASONING = {"reasoning_parser": "qwen3"}
 THINK, END_THINK = 2, 3
 
-STATEFUL = SourceProcessor(
-    """
-from logitship import CustomLogitProcessor
-
-class Stateful(CustomLogitProcessor):
-    '''Boosts a token that depends on its calls and on earlier logits. Asserts one call per token.'''
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in zip(logits, custom_param_list):
-            req = params["__req__"]
-            calls = req.state["calls"] = req.state.get("calls", 0) + 1
-            params["seen"].append(list(req.output_ids))
-            assert calls == len(req.output_ids) + 1
-            assert [len(seen) for seen in params["seen"]] == list(range(calls))
-            req.state["largest"] = max(req.state.get("largest", 0), int(row.argmax()))
-            row[(7 * calls + req.state["largest"] + sum(req.output_ids)) % req.vocab_size] += 3.0
-        return logits
-""",
+STATEFUL = shipped_by_row(
     "Stateful",
-)
-FAILS_AT_NINE = SourceProcessor(
     """
-from logitship import CustomLogitProcessor
-
-class FailsAtNine(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        if any(len(params["__req__"].output_ids) == 9 for params in custom_param_list):
-            raise RuntimeError("nine")
-        return logits
-""",
-    "FailsAtNine",
+    # Boost a token that depends on the calls and on earlier logits. Assert one call per token.
+    calls = req.state["calls"] = req.state.get("calls", 0) + 1
+    params["seen"].append(list(req.output_ids))
+    assert calls == len(req.output_ids) + 1
+    assert [len(seen) for seen in params["seen"]] == list(range(calls))
+    req.state["largest"] = max(req.state.get("largest", 0), int(row.argmax()))
+    row[(7 * calls + req.state["largest"] + sum(req.output_ids)) % req.vocab_size] += 3.0
+    """,
 )
+FAILS_AT_NINE = shipped_by_row("FailsAtNine", 'if len(req.output_ids) == 9: raise RuntimeError("nine")')
 
 
 class EveryThird(LogitsProcessor):
@@ -90,97 +70,74 @@ class WithoutDrafts(EveryThird):
     apply_with_spec_decode = None  # type: ignore[assignment]
 
 
-def named(name: str, **params: Any) -> tuple[AttachedProcessor, ...]:
-    return (ProcessorRequest(InstalledProcessor(name), params),)
-
-
-CASES: dict[str, tuple[dict[str, Any], tuple[AttachedProcessor, ...]]] = {
-    "greedy": ({}, ()),
-    "random": ({"temperature": 1.0, "seed": 1}, ()),
-    "filtered": ({"temperature": 0.8, "seed": 2, "top_p": 0.9, "top_k": 20}, ()),
-    "min_p": ({"temperature": 1.5, "seed": 3, "min_p": 0.1}, ()),
-    "penalties": ({"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2}, ()),
-    "bias": ({"logit_bias": {30: 2.0, 31: -5.0}}, ()),
-    "min_tokens": ({"min_tokens": 9, "stop_token_ids": list(range(100, 200))}, ()),
-    "bad_words": ({"bad_words_token_ids": [[a, b] for a in range(4, 60) for b in range(60, 200)]}, ()),
-    "allowed": ({"allowed_token_ids": list(range(50, 150))}, ()),
-    "logprobs": ({"logprobs": 3}, ()),
-    "processed_logprobs": ({"logprobs": 2, "logprobs_mode": "processed_logprobs", "temperature": 0.7, "seed": 4}, ()),
-    "stop_string": ({"stop": ["a", "e", "x", "Z"]}, ()),
-    "thinking_token_budget": ({"thinking_token_budget": 7}, ()),
-    "random thinking": ({"thinking_token_budget": 5, "temperature": 1.0, "seed": 5}, ()),
-    "stateful": ({}, (ProcessorRequest(STATEFUL, {"seen": []}),)),
-    "stateful, random": ({"temperature": 1.0, "seed": 6}, (ProcessorRequest(STATEFUL, {"seen": []}),)),
-    "fails": ({}, (ProcessorRequest(FAILS_AT_NINE, None),)),
+CASES: dict[str, tuple[Any, ...]] = {
+    "greedy": ({},),
+    "random": ({"temperature": 1.0, "seed": 1},),
+    "filtered": ({"temperature": 0.8, "seed": 2, "top_p": 0.9, "top_k": 20},),
+    "min_p": ({"temperature": 1.5, "seed": 3, "min_p": 0.1},),
+    "penalties": ({"repetition_penalty": 1.3, "frequency_penalty": 0.5, "presence_penalty": 0.2},),
+    "bias": ({"logit_bias": {30: 2.0, 31: -5.0}},),
+    "min_tokens": ({"min_tokens": 9, "stop_token_ids": list(range(100, 200))},),
+    "bad_words": ({"bad_words_token_ids": [[a, b] for a in range(4, 60) for b in range(60, 200)]},),
+    "allowed": ({"allowed_token_ids": list(range(50, 150))},),
+    "logprobs": ({"logprobs": 3},),
+    "processed_logprobs": ({"logprobs": 2, "logprobs_mode": "processed_logprobs", "temperature": 0.7, "seed": 4},),
+    "stop_string": ({"stop": ["a", "e", "x", "Z"]},),
+    "thinking_token_budget": ({"thinking_token_budget": 7},),
+    "random thinking": ({"thinking_token_budget": 5, "temperature": 1.0, "seed": 5},),
+    "stateful": ({}, (STATEFUL, {"seen": []})),
+    "stateful, random": ({"temperature": 1.0, "seed": 6}, (STATEFUL, {"seen": []})),
+    "fails": ({}, (FAILS_AT_NINE, None)),
     "two": (
         {},
-        (ProcessorRequest(STATEFUL, {"seen": []}), *named("disallowed_tokens", token_ids=list(range(4, 40)))),
+        (STATEFUL, {"seen": []}),
+        installed("disallowed_tokens", token_ids=list(range(4, 40))),
     ),
-    "no_repeat_ngram": ({}, named("no_repeat_ngram", ngram_size=2, window_size=50)),
-    "thinking_budget": ({}, named("thinking_budget", thinking_budget=6, start=[THINK], end=[END_THINK], newline=[14])),
-    "think_mode": ({}, named("think_mode", max_thinking_tokens=6, end_think_token_ids=[END_THINK])),
+    "no_repeat_ngram": ({}, installed("no_repeat_ngram", ngram_size=2, window_size=50)),
+    "thinking_budget": (
+        {},
+        installed("thinking_budget", thinking_budget=6, start=[THINK], end=[END_THINK], newline=[14]),
+    ),
+    "think_mode": ({}, installed("think_mode", max_thinking_tokens=6, end_think_token_ids=[END_THINK])),
     "tree": (
         {},
-        named("tree", tree={"start_token_id": 9, "end_token_id": 1, "prefix_dict": {"9": [40, 41], "9_40": [42]}}),
+        installed("tree", tree={"start_token_id": 9, "end_token_id": 1, "prefix_dict": {"9": [40, 41], "9_40": [42]}}),
     ),
-    "grammar": ({"temperature": 1.0, "seed": 7}, named("grammar", ebnf='root ::= ("a" | "b")* "c"')),
-    "gen_length": ({}, named("gen_length", boost_factor=0.3)),
-    "cite_from_prompt": ({}, named("cite_from_prompt", boost_factor=2.0, conditional_boost_factor=2.0)),
-    "force_last_phrase": ({}, named("force_last_phrase", phrase="bye")),
-    "trigger_phrase": ({}, named("trigger_phrase", phrase="now", trigger_token_phrase="a", trigger_count=1)),
-    "prevent_hallucination": ({}, named("prevent_hallucination", phrase="no", minp=0.2, tolerate=2)),
+    "grammar": ({"temperature": 1.0, "seed": 7}, installed("grammar", ebnf='root ::= ("a" | "b")* "c"')),
+    "gen_length": ({}, installed("gen_length", boost_factor=0.3)),
+    "cite_from_prompt": ({}, installed("cite_from_prompt", boost_factor=2.0, conditional_boost_factor=2.0)),
+    "force_last_phrase": ({}, installed("force_last_phrase", phrase="bye")),
+    "trigger_phrase": ({}, installed("trigger_phrase", phrase="now", trigger_token_phrase="a", trigger_count=1)),
+    "prevent_hallucination": ({}, installed("prevent_hallucination", phrase="no", minp=0.2, tolerate=2)),
 }
+"""Sampling parameters and processors."""
 
 
 def requests(names: Iterable[str] = CASES) -> list[GenerationRequest]:
     built = []
     for number, name in enumerate(names):
-        params, processors = CASES[name]
-        defaults = {"max_tokens": LENGTH, "ignore_eos": True, "temperature": 0.0}
+        params, *processors = CASES[name]
         prompt = [THINK, *(4 + (7 * number + 13 * place) % 250 for place in range(5 + number))]
-        built.append(
-            GenerationRequest(
-                rid=name,
-                prompt_token_ids=prompt,
-                sampling_params=SamplingParams(**(defaults | params)),
-                processors=processors,
-            )
-        )
+        built.append(request(name, prompt, processors, **({"max_tokens": LENGTH, "temperature": 0.0} | params)))
     return built
 
 
-class Result:
-    """The output of a request."""
-
-    def __init__(self) -> None:
-        self.token_ids: list[int] = []
-        self.text = ""
-        self.logprobs: list[float] = []
-        self.finish_reason: FinishReason | None = None
-        self.steps: list[int] = []
+def run_all(engine: AsyncEngine, wanted: Iterable[GenerationRequest]) -> dict[str, Output]:
+    """Return the outputs of requests that run at the same time, by their ids."""
+    wanted = list(wanted)
+    outputs = run(generate_together(engine, wanted), timeout=240)
+    return {each.rid: output for each, output in zip(wanted, outputs, strict=True)}
 
 
-def run(engine: AsyncEngine, wanted: Iterable[GenerationRequest]) -> dict[str, Result]:
-    async def result(request: GenerationRequest) -> Result:
-        found = Result()
-        async for chunk in await engine.submit(request):
-            found.token_ids += chunk.token_ids
-            found.text += chunk.text
-            found.logprobs += [record.logprob for record in chunk.logprobs if record.logprob is not None]
-            found.finish_reason = chunk.finish_reason
-            found.steps = [receipt.steps for receipt in chunk.receipts]
-        return found
-
-    async def gather_all() -> dict[str, Result]:
-        named = list(wanted)
-        async with asyncio.timeout(240):
-            results = await asyncio.gather(*map(result, named))
-        return {request.rid: found for request, found in zip(named, results, strict=True)}
-
-    return asyncio.run(gather_all())
+def logprobs(output: Output) -> list[float]:
+    return [each.logprob for each in output.logprobs if each.logprob is not None]
 
 
-def reason(result: Result) -> str:
+def steps(output: Output) -> list[int]:
+    return [receipt.steps for receipt in output.receipts]
+
+
+def reason(result: Output) -> str:
     """Return the finish reason, without the number in the module name of a loaded class."""
     return re.sub(r"processor_\d+", "processor", str(result.finish_reason))
 
@@ -188,7 +145,7 @@ def reason(result: Result) -> str:
 class Oracle:
     """Drafts the known output, with random mistakes."""
 
-    def __init__(self, known: dict[str, Result], mistakes: float) -> None:
+    def __init__(self, known: dict[str, Output], mistakes: float) -> None:
         self.known = known
         self.mistakes = mistakes
         self.random = random.Random(0)
@@ -229,16 +186,16 @@ def test_drafts_do_not_change_outputs(
         "reasoning_config": REASONING,
         "max_num_seqs": 40,
     }
-    plain = run(make_engine(**settings), requests())
+    plain = run_all(make_engine(**settings), requests())
     oracle = Oracle(plain, mistakes)
     monkeypatch.setattr(NGramSpeculation, "drafts", lambda self, decoding: oracle.drafts(decoding))
     engine = make_engine(**settings, speculative_algorithm="NGRAM")
-    drafted = run(engine, requests())
+    drafted = run_all(engine, requests())
     for name, expected in plain.items():
         assert drafted[name].token_ids == expected.token_ids, name
         assert drafted[name].text == expected.text, name
-        assert drafted[name].logprobs == pytest.approx(expected.logprobs, abs=1e-4), name
-        assert drafted[name].steps == expected.steps, name
+        assert logprobs(drafted[name]) == pytest.approx(logprobs(expected), abs=1e-4), name
+        assert steps(drafted[name]) == steps(expected), name
         assert reason(drafted[name]) == reason(expected), name
     assert oracle.drafted > 500
     if mistakes < 1:
@@ -250,12 +207,12 @@ def test_batch_processor_gets_the_rows_with_accepted_drafts(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wanted = requests(["greedy", "random", "filtered", "penalties"])
-    plain = run(make_engine(logits_processors=(EveryThird,)), wanted)
+    plain = run_all(make_engine(logits_processors=(EveryThird,)), wanted)
     assert 100 in plain["greedy"].token_ids
     oracle = Oracle(plain, 0.2)
     monkeypatch.setattr(NGramSpeculation, "drafts", lambda self, decoding: oracle.drafts(decoding))
     engine = make_engine(logits_processors=(EveryThird,), speculative_algorithm="NGRAM")
-    drafted = run(engine, wanted)
+    drafted = run_all(engine, wanted)
     assert {name: each.token_ids for name, each in drafted.items()} == {
         name: each.token_ids for name, each in plain.items()
     }
@@ -277,17 +234,12 @@ def test_prompt_lookup_saves_steps(make_engine: BuildEngine, monkeypatch: pytest
     monkeypatch.setattr(
         NGramSpeculation, "observe", lambda self, rows, drafts, accepted, _: observe(self, rows, drafts, accepted, 1.0)
     )
-    looping = GenerationRequest(
-        rid="loop",
-        prompt_token_ids=[10, 11, 12],
-        sampling_params=SamplingParams(
-            max_tokens=200, ignore_eos=True, temperature=0.0, logit_bias={40: 30.0, 41: 29.0}
-        ),
-        processors=named("no_repeat_ngram", ngram_size=60, window_size=100),
-    )
-    plain = run(make_engine(), [looping])
+    no_repeats = installed("no_repeat_ngram", ngram_size=60, window_size=100)
+    bias = {40: 30.0, 41: 29.0}
+    looping = request("loop", [10, 11, 12], [no_repeats], max_tokens=200, temperature=0.0, logit_bias=bias)
+    plain = run(generate(make_engine(), looping))
     engine = make_engine(speculative_algorithm="NGRAM")
-    assert run(engine, [looping])["loop"].token_ids == plain["loop"].token_ids
+    assert run(generate(engine, looping)).token_ids == plain.token_ids
     assert engine.stats().steps < 120
 
 
@@ -299,18 +251,8 @@ def test_samples_follow_the_distribution_of_the_model(
     Uses a chi-square test; the seeds differ from those of the enumeration.
     """
     tokens = [50, 60, 70]
-    defaults = {"max_tokens": 3, "ignore_eos": True, "allowed_token_ids": tokens}
-
-    def wanted(seeds: Iterable[int]) -> list[GenerationRequest]:
-        return [
-            GenerationRequest(
-                rid=str(seed),
-                prompt_token_ids=[10, 11, 12],
-                sampling_params=SamplingParams(**defaults, temperature=1.0, seed=seed, logprobs=0),
-            )
-            for seed in seeds
-        ]
-
+    defaults: dict[str, Any] = {"max_tokens": 3, "allowed_token_ids": tokens, "temperature": 1.0, "logprobs": 0}
+    wanted = [request(str(seed), [10, 11, 12], seed=seed, **defaults) for seed in range(3000)]
     decoded = 0
 
     def constant(self: NGramSpeculation, decoding: Iterable[Sequence]) -> dict[Sequence, list[int]]:
@@ -322,7 +264,7 @@ def test_samples_follow_the_distribution_of_the_model(
     monkeypatch.setattr(NGramSpeculation, "drafts", constant)
     engine = make_engine(speculative_algorithm="NGRAM", max_num_seqs=64, max_queued_requests=5000)
     probability = enumerated(make_engine(), tokens)
-    sampled = Counter(tuple(each.token_ids) for each in run(engine, wanted(range(3000))).values())
+    sampled = Counter(tuple(each.token_ids) for each in run(generate_together(engine, wanted), timeout=240))
     assert sum(probability.values()) == pytest.approx(1, abs=1e-3)
     chi_square = sum((sampled[path] - 3000 * p) ** 2 / (3000 * p) for path, p in probability.items())
     # 26 degrees of freedom: exceeds 54 with a probability of 0.001.
@@ -333,29 +275,12 @@ def test_samples_follow_the_distribution_of_the_model(
 
 def enumerated(engine: AsyncEngine, tokens: list[int]) -> dict[tuple[int, ...], float]:
     """Return the probability of each output of three tokens, from the log-probabilities after each prefix."""
-    numbers = count()
+    params: Any = {"allowed_token_ids": tokens, "logprobs": 3, "logprobs_mode": "processed_logprobs"}
 
     def probabilities(prefix: tuple[int, ...]) -> dict[int, float]:
-        request = GenerationRequest(
-            rid=f"enumerated {next(numbers)}",
-            prompt_token_ids=[10, 11, 12, *prefix],
-            sampling_params=SamplingParams(
-                max_tokens=1,
-                ignore_eos=True,
-                temperature=1.0,
-                seed=0,
-                allowed_token_ids=tokens,
-                logprobs=3,
-                logprobs_mode="processed_logprobs",
-            ),
-        )
-
-        async def top() -> dict[int, float]:
-            async for chunk in await engine.submit(request):
-                return {token: float(torch.tensor(each).exp()) for token, each in chunk.logprobs[0].top}
-            raise AssertionError
-
-        return asyncio.run(top())
+        wanted = request(prompt=[10, 11, 12, *prefix], max_tokens=1, temperature=1.0, seed=0, **params)
+        (position,) = run(generate(engine, wanted)).logprobs
+        return {token: math.exp(logprob) for token, logprob in position.top}
 
     paths = {(): 1.0}
     for _ in range(3):

@@ -15,13 +15,7 @@ from logitship.server.engine.tenant_shares import (
     WINDOW,
     TenantShares,
 )
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.helpers.clock import Clock
 
 
 @pytest.fixture

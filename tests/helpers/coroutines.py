@@ -1,0 +1,25 @@
+"""Run the coroutines of tests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def run(coroutine: Coroutine[Any, Any, T], timeout: float = 120) -> T:
+    """Run a coroutine in a new event loop. Fail if it takes longer than `timeout` seconds."""
+
+    async def bounded() -> T:
+        async with asyncio.timeout(timeout):
+            return await coroutine
+
+    return asyncio.run(bounded())
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Wait until a condition is true."""
+    while not condition():
+        await asyncio.sleep(0.001)
