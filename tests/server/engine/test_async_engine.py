@@ -19,9 +19,9 @@ from logitship.server.engine.engine import Engine
 from logitship.server.engine.failures import STOPPED
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import ModelRunner
-from logitship.server.refusals import BadRequest, QueueFull, RequestRefused, ServiceUnavailable
+from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.body_limits import QueuedBytes
-from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest
+from logitship.server.requests.messages import FinishReason, GenerationRequest
 from tests.helpers.coroutines import run, until
 from tests.helpers.engine_requests import (
     BuildEngine,
@@ -135,19 +135,15 @@ def test_requests_without_seed_differ(make_engine: BuildEngine) -> None:
     assert first.token_ids != second.token_ids
 
 
-def test_closing_the_stream_frees_the_row_within_a_step(make_engine: BuildEngine) -> None:
+async def test_closing_the_stream_frees_the_row_within_a_step(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=1)
-
-    async def close_stream() -> tuple[int, GenerationChunk, Output]:
-        stream = await engine.submit(request("endless", max_tokens=400))
-        chunks = aiter(stream)
-        await anext(chunks)
-        await stream.aclose()
-        seen = engine.stats().steps
-        last = [chunk async for chunk in chunks][-1]
-        return seen, last, await generate(engine, request("next"))
-
-    seen, last, following = run(close_stream())
+    stream = await engine.submit(request("endless", max_tokens=400))
+    chunks = aiter(stream)
+    await anext(chunks)
+    await stream.aclose()
+    seen = engine.stats().steps
+    last = [chunk async for chunk in chunks][-1]
+    following = await generate(engine, request("next"))
     assert last.finish_reason == FinishReason("abort")
     # The step that was running when it was cancelled, and the one before the count, may have added a token.
     assert last.completion_tokens <= seen + 2
@@ -155,65 +151,53 @@ def test_closing_the_stream_frees_the_row_within_a_step(make_engine: BuildEngine
     assert engine.stats().running == engine.stats().waiting == 0
 
 
-def test_abort_waiting_request(make_engine: BuildEngine) -> None:
+async def test_abort_waiting_request(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=1)
-
-    async def abort() -> tuple[Output, Output]:
-        running = asyncio.create_task(generate(engine, request("runs", max_tokens=400)))
-        waiting = asyncio.create_task(generate(engine, request("waits")))
-        await until(lambda: engine.stats().waiting == 1)
-        engine.abort("waits")
-        aborted = await waiting
-        engine.abort(None)
-        return aborted, await running
-
-    waited, ran = run(abort())
+    running = asyncio.create_task(generate(engine, request("runs", max_tokens=400)))
+    waiting = asyncio.create_task(generate(engine, request("waits")))
+    await until(lambda: engine.stats().waiting == 1)
+    engine.abort("waits")
+    waited = await waiting
+    engine.abort(None)
+    ran = await running
     assert waited.finish_reason == ran.finish_reason == FinishReason("abort")
     assert waited.token_ids == []
 
 
-def test_abort_while_loading_a_processor(make_engine: BuildEngine, tmp_path: Path) -> None:
+async def test_abort_while_loading_a_processor(make_engine: BuildEngine, tmp_path: Path) -> None:
     engine = make_engine()
     go = tmp_path / "go"
     slow = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.002)\n{BOOST.source}"
-
-    async def abort() -> Output:
-        wanted = request("r", max_tokens=400, processors=((SourceProcessor(slow, "Boost"), {"token_id": 9}),))
-        loading = asyncio.create_task(generate(engine, wanted))
-        await asyncio.sleep(0)  # admitted now; its processor waits for the file
-        engine.abort("r")
-        go.touch()
-        return await loading
-
-    result = run(abort())
+    wanted = request("r", max_tokens=400, processors=((SourceProcessor(slow, "Boost"), {"token_id": 9}),))
+    loading = asyncio.create_task(generate(engine, wanted))
+    await asyncio.sleep(0)  # admitted now; its processor waits for the file
+    engine.abort("r")
+    go.touch()
+    result = await loading
     assert result.finish_reason == FinishReason("abort")
     assert len(result.token_ids) < 400
 
 
-def test_cancelled_requests_free_their_places_while_loading(make_engine: BuildEngine, tmp_path: Path) -> None:
+async def test_cancelled_requests_free_their_places_while_loading(make_engine: BuildEngine, tmp_path: Path) -> None:
     engine = make_engine()
     go = tmp_path / "go"
     slow = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.002)\n{BOOST.source}"
-
-    async def cancel() -> int:
-        loading = [
-            asyncio.create_task(
-                engine.submit(request(f"r{number}", processors=((SourceProcessor(slow, "Boost"), {"token_id": 9}),)))
-            )
-            for number in range(20)
-        ]
-        registering = asyncio.create_task(engine.register(SourceProcessor(f"{slow}# 2", "Boost")))
-        await asyncio.sleep(0)
-        before = engine.stats()
-        for task in (*loading, registering):
-            task.cancel()
-        await asyncio.gather(*loading, registering, return_exceptions=True)
-        assert engine.stats().loads_waiting == engine.stats().loads_running == 0
-        assert await engine.flush_cache(), "no request is active"
-        go.touch()
-        return before.loads_running + before.loads_waiting
-
-    assert run(cancel()) == 2, "one class for all requests, and the registration"
+    loading = [
+        asyncio.create_task(
+            engine.submit(request(f"r{number}", processors=((SourceProcessor(slow, "Boost"), {"token_id": 9}),)))
+        )
+        for number in range(20)
+    ]
+    registering = asyncio.create_task(engine.register(SourceProcessor(f"{slow}# 2", "Boost")))
+    await asyncio.sleep(0)
+    before = engine.stats()
+    for task in (*loading, registering):
+        task.cancel()
+    await asyncio.gather(*loading, registering, return_exceptions=True)
+    assert engine.stats().loads_waiting == engine.stats().loads_running == 0
+    assert await engine.flush_cache(), "no request is active"
+    go.touch()
+    assert before.loads_running + before.loads_waiting == 2, "one class for all requests, and the registration"
 
 
 @pytest.mark.parametrize("chunk_size", [4, 256])
@@ -242,20 +226,16 @@ def test_prompt_logprobs_without_output(make_engine: BuildEngine, chunk_size: in
     assert engine.stats().running == engine.stats().waiting == 0
 
 
-def test_queue_is_bounded(make_engine: BuildEngine) -> None:
+async def test_queue_is_bounded(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=1, max_queued_requests=2)
-
-    async def fill() -> None:
-        streams = [await engine.submit(request(f"r{i}", max_tokens=400)) for i in range(3)]
-        with pytest.raises(QueueFull):
-            await engine.submit(request("one too many"))
-        for stream in streams:
-            await stream.aclose()
-            async for _ in stream:
-                pass
-        await generate(engine, request("one too many"))
-
-    run(fill())
+    streams = [await engine.submit(request(f"r{i}", max_tokens=400)) for i in range(3)]
+    with pytest.raises(QueueFull):
+        await engine.submit(request("one too many"))
+    for stream in streams:
+        await stream.aclose()
+        async for _ in stream:
+            pass
+    await generate(engine, request("one too many"))
 
 
 @pytest.fixture(scope="module")
@@ -294,55 +274,40 @@ def engine(make_module_engine: BuildEngine) -> AsyncEngine:
         ),
     ],
 )
-def test_invalid_requests_are_refused(engine: AsyncEngine, wanted: GenerationRequest, param: str) -> None:
-    async def refused() -> RequestRefused:
-        with pytest.raises(BadRequest) as refusal:
-            await engine.submit(wanted)
-        await generate(engine, request())  # the id is free again
-        return refusal.value
-
-    assert run(refused()).param == param
+async def test_invalid_requests_are_refused(engine: AsyncEngine, wanted: GenerationRequest, param: str) -> None:
+    with pytest.raises(BadRequest) as refusal:
+        await engine.submit(wanted)
+    await generate(engine, request())  # the id is free again
+    assert refusal.value.param == param
 
 
-def test_engine_loads_no_code_without_the_flag(make_engine: BuildEngine) -> None:
+async def test_engine_loads_no_code_without_the_flag(make_engine: BuildEngine) -> None:
     engine = make_engine(enable_custom_logit_processor=False)
     code = SourceProcessor("raise SystemExit", "X")
-
-    async def refused() -> None:
-        for string in (code, BOOST):
-            with pytest.raises(BadRequest, match="Please set `--enable-custom-logit-processor`"):
-                await engine.submit(request(processors=((string, None),)))
-            with pytest.raises(BadRequest, match="Please set `--enable-custom-logit-processor`"):
-                await engine.register(string)
-        await generate(engine, request(processors=BAN))
-
-    run(refused())
+    for string in (code, BOOST):
+        with pytest.raises(BadRequest, match="Please set `--enable-custom-logit-processor`"):
+            await engine.submit(request(processors=((string, None),)))
+        with pytest.raises(BadRequest, match="Please set `--enable-custom-logit-processor`"):
+            await engine.register(string)
+    await generate(engine, request(processors=BAN))
 
 
-def test_duplicate_request_id_is_refused(make_engine: BuildEngine) -> None:
+async def test_duplicate_request_id_is_refused(make_engine: BuildEngine) -> None:
     engine = make_engine()
-
-    async def twice() -> None:
-        stream = await engine.submit(request("same", max_tokens=400))
-        with pytest.raises(BadRequest, match="running already"):
-            await engine.submit(request("same"))
-        await stream.aclose()
-
-    run(twice())
+    stream = await engine.submit(request("same", max_tokens=400))
+    with pytest.raises(BadRequest, match="running already"):
+        await engine.submit(request("same"))
+    await stream.aclose()
 
 
-def test_late_close_does_not_cancel_the_next_request_with_the_id(make_engine: BuildEngine) -> None:
+async def test_late_close_does_not_cancel_the_next_request_with_the_id(make_engine: BuildEngine) -> None:
     engine = make_engine()
-
-    async def close_late() -> Output:
-        first = await engine.submit(request("same", max_tokens=1))
-        await until(lambda: engine.stats().steps and not engine.stats().running)
-        second = asyncio.create_task(generate(engine, request("same", max_tokens=100)))
-        await until(lambda: engine.stats().running)
-        await first.aclose()
-        return await second
-
-    assert run(close_late()).finish_reason == FinishReason("length")
+    first = await engine.submit(request("same", max_tokens=1))
+    await until(lambda: engine.stats().steps and not engine.stats().running)
+    second = asyncio.create_task(generate(engine, request("same", max_tokens=100)))
+    await until(lambda: engine.stats().running)
+    await first.aclose()
+    assert (await second).finish_reason == FinishReason("length")
 
 
 def test_output_ends_at_the_model_length(make_engine: BuildEngine) -> None:
@@ -465,25 +430,21 @@ def test_fault_ends_only_its_request(make_engine: BuildEngine) -> None:
     assert len(fault.token_ids) == 3
 
 
-def test_processors_are_released_for_every_finish_reason(make_engine: BuildEngine) -> None:
+async def test_processors_are_released_for_every_finish_reason(make_engine: BuildEngine) -> None:
     engine = make_engine()
-
-    async def use() -> None:
-        boosted = ((BOOST, {"token_id": 50}),)
-        await generate_all(engine, request("a", processors=boosted, n=3))
-        await generate(engine, request("b", processors=((RAISES, None),)))
-        stream = await engine.submit(request("c", processors=((COUNTDOWN, None),), max_tokens=400))
-        assert not await engine.flush_cache()
-        await stream.aclose()
-        async for _ in stream:
-            pass
-        with pytest.raises(BadRequest):  # after the first of the two was loaded
-            await engine.submit(request("d", processors=(boosted[0], (InstalledProcessor("nonesuch"), None))))
-        assert engine.stats().processor_cache_entries == 3
-        assert await engine.flush_cache()
-        assert engine.stats().processor_cache_entries == 0
-
-    run(use())
+    boosted = ((BOOST, {"token_id": 50}),)
+    await generate_all(engine, request("a", processors=boosted, n=3))
+    await generate(engine, request("b", processors=((RAISES, None),)))
+    stream = await engine.submit(request("c", processors=((COUNTDOWN, None),), max_tokens=400))
+    assert not await engine.flush_cache()
+    await stream.aclose()
+    async for _ in stream:
+        pass
+    with pytest.raises(BadRequest):  # after the first of the two was loaded
+        await engine.submit(request("d", processors=(boosted[0], (InstalledProcessor("nonesuch"), None))))
+    assert engine.stats().processor_cache_entries == 3
+    assert await engine.flush_cache()
+    assert engine.stats().processor_cache_entries == 0
 
 
 def test_failed_step_does_not_end_the_engine(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,36 +487,28 @@ def test_engine_death_ends_all_streams(make_engine: BuildEngine, monkeypatch: py
     assert error.status_code == 500
 
 
-def test_shutdown_finishes_running_requests(make_engine: BuildEngine) -> None:
+async def test_shutdown_finishes_running_requests(make_engine: BuildEngine) -> None:
     engine = make_engine()
-
-    async def shut_down() -> Output:
-        running = asyncio.create_task(generate(engine, request("a", max_tokens=200)))
-        await until(lambda: engine.stats().running)
-        ending = asyncio.create_task(engine.shutdown(60))
-        await until(lambda: not engine.stats().accepting)
-        with pytest.raises(ServiceUnavailable, match="shutting down"):
-            await engine.submit(request("b"))
-        await ending
-        return await running
-
-    assert len(run(shut_down()).token_ids) == 200
+    running = asyncio.create_task(generate(engine, request("a", max_tokens=200)))
+    await until(lambda: engine.stats().running)
+    ending = asyncio.create_task(engine.shutdown(60))
+    await until(lambda: not engine.stats().accepting)
+    with pytest.raises(ServiceUnavailable, match="shutting down"):
+        await engine.submit(request("b"))
+    await ending
+    assert len((await running).token_ids) == 200
 
 
-def test_shutdown_timeout(make_engine: BuildEngine) -> None:
+async def test_shutdown_timeout(make_engine: BuildEngine) -> None:
     engine = make_engine()
-
-    async def shut_down() -> Output:
-        running = asyncio.create_task(generate(engine, request("a", max_tokens=500)))
-        await until(lambda: engine.stats().running)
-        await engine.shutdown(0)
-        return await running
-
-    assert run(shut_down()).finish_reason == FinishReason("abort")
+    running = asyncio.create_task(generate(engine, request("a", max_tokens=500)))
+    await until(lambda: engine.stats().running)
+    await engine.shutdown(0)
+    assert (await running).finish_reason == FinishReason("abort")
     assert not engine.healthy
 
 
-def test_shutdown_ends_requests_that_load(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_shutdown_ends_requests_that_load(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     load = engine.processors.load
     loading, gate = threading.Event(), threading.Event()
@@ -566,39 +519,32 @@ def test_shutdown_ends_requests_that_load(make_engine: BuildEngine, monkeypatch:
         return load(*args)
 
     monkeypatch.setattr(engine.processors, "load", gated)
-
-    async def scenario() -> Output:
-        running = asyncio.create_task(generate(engine, request(processors=BAN)))
-        assert await asyncio.to_thread(loading.wait, 30)
-        await engine.shutdown(0)
-        gate.set()
-        return await running
-
-    assert run(scenario()).finish_reason == FinishReason("abort", error=STOPPED)
+    running = asyncio.create_task(generate(engine, request(processors=BAN)))
+    assert await asyncio.to_thread(loading.wait, 30)
+    await engine.shutdown(0)
+    gate.set()
+    assert (await running).finish_reason == FinishReason("abort", error=STOPPED)
 
 
 @pytest.mark.parametrize("size", [10, _LARGE_BODY_MEMORY + 1])
-def test_no_thread_for_a_load(size: int, make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_thread_for_a_load(size: int, make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
 
     def refuse(function: Callable[[], Any]) -> Any:
         raise RuntimeError("can't start new thread")
 
-    async def scenario() -> None:
-        body = QueuedBytes(1 << 30, 1 << 30).open("")
-        body.add(size)
-        with monkeypatch.context() as patch:
-            patch.setattr(async_engine, "in_daemon_thread", refuse)
-            with pytest.raises(RuntimeError, match="new thread"):
-                await engine.submit(request("same", processors=BAN), body)
-        stream = await engine.submit(request("same", processors=BAN), body)
-        assert [chunk async for chunk in stream]
-
-    run(scenario())
+    body = QueuedBytes(1 << 30, 1 << 30).open("")
+    body.add(size)
+    with monkeypatch.context() as patch:
+        patch.setattr(async_engine, "in_daemon_thread", refuse)
+        with pytest.raises(RuntimeError, match="new thread"):
+            await engine.submit(request("same", processors=BAN), body)
+    stream = await engine.submit(request("same", processors=BAN), body)
+    assert [chunk async for chunk in stream]
 
 
 @pytest.mark.parametrize(("n", "on_loop"), [(2, True), (40, False)])
-def test_many_sequences_are_not_made_on_the_event_loop(
+async def test_many_sequences_are_not_made_on_the_event_loop(
     n: int, on_loop: bool, make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = make_engine()
@@ -610,16 +556,12 @@ def test_many_sequences_are_not_made_on_the_event_loop(
         return make(*args)
 
     monkeypatch.setattr(engine._sequences, "make", watched)
-
-    async def scenario() -> None:
-        stream = await engine.submit(request(n=n, max_tokens=1))
-        assert len([chunk async for chunk in stream]) == n
-        assert (threads == {threading.current_thread()}) == on_loop
-
-    run(scenario())
+    stream = await engine.submit(request(n=n, max_tokens=1))
+    assert len([chunk async for chunk in stream]) == n
+    assert (threads == {threading.current_thread()}) == on_loop
 
 
-def test_loads_of_large_bodies_take_turns(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_loads_of_large_bodies_take_turns(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tenant's run one at a time, also after one that failed; those of another tenant or a small body do not wait."""
     engine = make_engine()
     load = engine.processors.load
@@ -642,24 +584,21 @@ def test_loads_of_large_bodies_take_turns(make_engine: BuildEngine, monkeypatch:
         body.add(size)
         return asyncio.create_task(engine.submit(request(rid, processors=BAN, tenant=tenant), body))
 
-    async def scenario() -> None:
-        large = _LARGE_BODY_MEMORY + 1
-        first = submit("first", "one", large)
-        await until(lambda: len(loading) >= 1)
-        cancelled = submit("cancelled", "one", large)
-        await asyncio.sleep(0)
-        others = [submit("second", "one", large), submit("small", "one", 10), submit("other", "another", large)]
-        await until(lambda: len(loading) >= 3)
-        cancelled.cancel()
-        assert sorted(loading) == ["first", "other", "small"]
-        gate.set()
-        with pytest.raises(BadRequest):
-            await first
-        for stream in await asyncio.gather(*others):
-            await stream.aclose()
-        assert loading[3:] == ["second"]
-
-    run(scenario())
+    large = _LARGE_BODY_MEMORY + 1
+    first = submit("first", "one", large)
+    await until(lambda: len(loading) >= 1)
+    cancelled = submit("cancelled", "one", large)
+    await asyncio.sleep(0)
+    others = [submit("second", "one", large), submit("small", "one", 10), submit("other", "another", large)]
+    await until(lambda: len(loading) >= 3)
+    cancelled.cancel()
+    assert sorted(loading) == ["first", "other", "small"]
+    gate.set()
+    with pytest.raises(BadRequest):
+        await first
+    for stream in await asyncio.gather(*others):
+        await stream.aclose()
+    assert loading[3:] == ["second"]
 
 
 def test_error_while_its_sequences_are_made(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -671,7 +610,9 @@ def test_error_while_its_sequences_are_made(make_engine: BuildEngine, monkeypatc
     assert len(run(generate(engine, request("same"))).token_ids) == 8
 
 
-def test_cancelled_while_its_sequences_are_made(make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_cancelled_while_its_sequences_are_made(
+    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine()
     making, gate = threading.Event(), threading.Event()
 
@@ -680,43 +621,35 @@ def test_cancelled_while_its_sequences_are_made(make_engine: BuildEngine, monkey
         assert gate.wait(30)
 
     monkeypatch.setattr(engine._sequences, "make", blocked)
-
-    async def scenario() -> None:
-        submitting = asyncio.create_task(engine.submit(request(n=40)))
-        assert await asyncio.to_thread(making.wait, 30)
-        submitting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await submitting
-        assert len(engine._active) == 0
-        gate.set()
-
-    run(scenario())
+    submitting = asyncio.create_task(engine.submit(request(n=40)))
+    assert await asyncio.to_thread(making.wait, 30)
+    submitting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await submitting
+    assert len(engine._active) == 0
+    gate.set()
 
 
-def test_cancelled_while_its_grammar_waits(make_engine: BuildEngine) -> None:
+async def test_cancelled_while_its_grammar_waits(make_engine: BuildEngine) -> None:
     """Another tenant uses all checkers; the client leaves, and its thread does not wait on."""
     engine = make_engine()
     grammar = engine._library.acquire(InstalledProcessor("grammar"), "").instance
     compiler = grammar._compiler_for(engine._library._model)
-
-    async def scenario() -> None:
-        unhandled: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
-        with contextlib.ExitStack() as used:
-            for tenant in map(str, range(len(compiler._checkers))):
-                used.enter_context(compiler._slots.use(tenant, 0))
-            wanted = request(processors=((InstalledProcessor("grammar"), {"regex": "[a-f]{7}"}),))
-            submitting = asyncio.create_task(engine.submit(wanted))
-            await until(lambda: compiler._slots._waiting)
-            submitting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await submitting
-            await until(lambda: not engine._active)
-            assert not compiler._slots._waiting
-        gc.collect()
-        assert unhandled == []
-
-    run(scenario())
+    unhandled: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    with contextlib.ExitStack() as used:
+        for tenant in map(str, range(len(compiler._checkers))):
+            used.enter_context(compiler._slots.use(tenant, 0))
+        wanted = request(processors=((InstalledProcessor("grammar"), {"regex": "[a-f]{7}"}),))
+        submitting = asyncio.create_task(engine.submit(wanted))
+        await until(lambda: compiler._slots._waiting)
+        submitting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await submitting
+        await until(lambda: not engine._active)
+        assert not compiler._slots._waiting
+    gc.collect()
+    assert unhandled == []
 
 
 @pytest.mark.parametrize("end", ["finished", "cancelled", "cancelled while it waits"])

@@ -401,37 +401,29 @@ def test_searches_wait_for_all_their_slots(make_engine: BuildEngine) -> None:
 
 
 @pytest.mark.parametrize("isolation", ["none", "sandbox"])
-def test_abort_frees_slots_and_rows(make_engine: BuildEngine, isolation: str) -> None:
+async def test_abort_frees_slots_and_rows(make_engine: BuildEngine, isolation: str) -> None:
     engine = make_engine(max_num_seqs=4, processor_isolation=isolation)
     processors: list[Any] = [(CHECKS_HISTORY, {"calls": []})]
-
-    async def abort() -> tuple[list[GenerationChunk], list[GenerationChunk]]:
-        endless = request(
-            "endless", beam_search=BeamSearch(4), n=2, processors=processors, max_tokens=400, stop_token_ids=()
-        )
-        running = asyncio.ensure_future(search_one(engine, endless))
-        waiting = asyncio.ensure_future(search_one(engine, request("waiting", beam_search=BeamSearch(2), n=1)))
-        await until(lambda: engine.stats().running >= 4)
-        engine.abort("endless")
-        return await running, await waiting
-
-    aborted, following = run(abort())
+    endless = request(
+        "endless", beam_search=BeamSearch(4), n=2, processors=processors, max_tokens=400, stop_token_ids=()
+    )
+    running = asyncio.ensure_future(search_one(engine, endless))
+    waiting = asyncio.ensure_future(search_one(engine, request("waiting", beam_search=BeamSearch(2), n=1)))
+    await until(lambda: engine.stats().running >= 4)
+    engine.abort("endless")
+    aborted, following = await running, await waiting
     assert [(chunk.finish_reason, chunk.token_ids) for chunk in aborted] == [(FinishReason("abort"), [])] * 2
     assert next(chunk.finish_reason.kind for chunk in following) in ("stop", "length")
     assert_free(engine)
 
 
-def test_closing_the_stream_cancels_the_search(make_engine: BuildEngine) -> None:
+async def test_closing_the_stream_cancels_the_search(make_engine: BuildEngine) -> None:
     engine = make_engine()
-
-    async def close_stream() -> None:
-        endless = request("endless", beam_search=BeamSearch(4), max_tokens=400, stop_token_ids=())
-        stream = await engine.submit(endless)
-        await until(lambda: engine.stats().running >= 4)
-        await stream.aclose()
-        await search_one(engine, request("next"))
-
-    run(close_stream())
+    endless = request("endless", beam_search=BeamSearch(4), max_tokens=400, stop_token_ids=())
+    stream = await engine.submit(endless)
+    await until(lambda: engine.stats().running >= 4)
+    await stream.aclose()
+    await search_one(engine, request("next"))
     assert_free(engine)
 
 
@@ -661,19 +653,15 @@ def test_branch_cancelled_before_its_first_step_is_closed(
     assert_free(engine)
 
 
-def test_waiting_search_can_be_cancelled(make_engine: BuildEngine) -> None:
+async def test_waiting_search_can_be_cancelled(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=3)
-
-    async def cancel() -> list[list[GenerationChunk]]:
-        running = asyncio.ensure_future(search_one(engine, request("a", max_tokens=300, stop_token_ids=())))
-        await until(lambda: engine.stats().running)
-        waits = asyncio.ensure_future(search_one(engine, request("b", beam_search=BeamSearch(3), n=2)))
-        await until(lambda: engine.stats().waiting)
-        engine.abort("b")
-        cancelled = await waits
-        engine.abort("a")
-        return [cancelled, await running]
-
-    cancelled, _ = run(cancel())
+    running = asyncio.ensure_future(search_one(engine, request("a", max_tokens=300, stop_token_ids=())))
+    await until(lambda: engine.stats().running)
+    waits = asyncio.ensure_future(search_one(engine, request("b", beam_search=BeamSearch(3), n=2)))
+    await until(lambda: engine.stats().waiting)
+    engine.abort("b")
+    cancelled = await waits
+    engine.abort("a")
+    await running
     assert [chunk.finish_reason for chunk in cancelled] == [FinishReason("abort")] * 2
     assert_free(engine)

@@ -284,42 +284,34 @@ def test_beam_search(make_engine: BuildEngine, late_executor: LateExecutor) -> N
     run(compare(engine, late_executor, searches))
 
 
-def test_others_go_on_while_a_call_is_deferred(make_engine: BuildEngine, late_executor: LateExecutor) -> None:
+async def test_others_go_on_while_a_call_is_deferred(make_engine: BuildEngine, late_executor: LateExecutor) -> None:
     """The slow processor does not answer before the other request has ended."""
     engine = make_engine()
-
-    async def beside() -> tuple[list[GenerationChunk], list[GenerationChunk]]:
-        first = await engine.submit(request("first", tenant="a", max_tokens=400, temperature=0))
-        await anext(aiter(first))
-        late_executor.is_held = True
-        slow = asyncio.create_task(chunks_of(engine, wanted(1, "b")))
-        await until(lambda: engine.stats().deferred_calls == 1)
-        second = await chunks_of(engine, request("second", tenant="a", max_tokens=100, temperature=0))
-        await first.aclose()
-        late_executor.is_held = False
-        return second, await slow
-
-    second, slow = run(beside())
+    first = await engine.submit(request("first", tenant="a", max_tokens=400, temperature=0))
+    await anext(aiter(first))
+    late_executor.is_held = True
+    slow = asyncio.create_task(chunks_of(engine, wanted(1, "b")))
+    await until(lambda: engine.stats().deferred_calls == 1)
+    second = await chunks_of(engine, request("second", tenant="a", max_tokens=100, temperature=0))
+    await first.aclose()
+    late_executor.is_held = False
+    slow_chunks = await slow
     assert second[-1].completion_tokens == 100
-    assert slow[-1].completion_tokens == wanted(1).sampling_params.max_tokens
+    assert slow_chunks[-1].completion_tokens == wanted(1).sampling_params.max_tokens
 
 
-def test_cancelled_while_its_call_is_deferred(make_engine: BuildEngine, late_executor: LateExecutor) -> None:
+async def test_cancelled_while_its_call_is_deferred(make_engine: BuildEngine, late_executor: LateExecutor) -> None:
     engine = make_engine()
-
-    async def cancel() -> list[GenerationChunk]:
-        first = await engine.submit(request("first", tenant="a", max_tokens=400, temperature=0))
-        await anext(aiter(first))
-        late_executor.is_held = True
-        slow = await engine.submit(wanted(1, "b"))
-        await until(lambda: engine.stats().deferred_calls == 1)
-        await slow.aclose()
-        await first.aclose()
-        # The same processor cannot be called before the deferred call has ended.
-        again = asyncio.create_task(chunks_of(engine, wanted(8, "b")))
-        await until(lambda: engine.stats().running == 1)
-        late_executor.is_held = False
-        return await again
-
-    assert run(cancel())[-1].completion_tokens == wanted(8).sampling_params.max_tokens
+    first = await engine.submit(request("first", tenant="a", max_tokens=400, temperature=0))
+    await anext(aiter(first))
+    late_executor.is_held = True
+    slow = await engine.submit(wanted(1, "b"))
+    await until(lambda: engine.stats().deferred_calls == 1)
+    await slow.aclose()
+    await first.aclose()
+    # The same processor cannot be called before the deferred call has ended.
+    again = asyncio.create_task(chunks_of(engine, wanted(8, "b")))
+    await until(lambda: engine.stats().running == 1)
+    late_executor.is_held = False
+    assert (await again)[-1].completion_tokens == wanted(8).sampling_params.max_tokens
     assert (engine.stats().running, engine.stats().waiting) == (0, 0)

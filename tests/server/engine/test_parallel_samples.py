@@ -266,15 +266,11 @@ def test_best_of_generates_more_with_logprobs(make_engine: BuildEngine) -> None:
     assert [len(result.logprobs) for result in as_many] == [0, 0]
 
 
-def test_best_of_limits(make_engine: BuildEngine) -> None:
+async def test_best_of_limits(make_engine: BuildEngine) -> None:
     engine = make_engine(max_num_seqs=2, max_queued_requests=2)
-
-    async def refused() -> None:
-        with pytest.raises(BadRequest, match="not be smaller than n, which is 3") as refusal:
-            await engine.submit(request("a", n=3, best_of=2))
-        assert refusal.value.param == "best_of"
-        with pytest.raises(QueueFull):
-            await engine.submit(request("b", n=1, best_of=5))
-        assert len(await generate_all(engine, request("c", n=1, best_of=4))) == 4
-
-    run(refused())
+    with pytest.raises(BadRequest, match="not be smaller than n, which is 3") as refusal:
+        await engine.submit(request("a", n=3, best_of=2))
+    assert refusal.value.param == "best_of"
+    with pytest.raises(QueueFull):
+        await engine.submit(request("b", n=1, best_of=5))
+    assert len(await generate_all(engine, request("c", n=1, best_of=4))) == 4

@@ -26,63 +26,47 @@ def test_an_idle_engine_is_ready(make_engine: BuildEngine) -> None:
     asyncio.run(make_engine().check_ready())
 
 
-def test_a_step_that_hangs(make_engine: BuildEngine, hold_engine: HoldEngine) -> None:
+async def test_a_step_that_hangs(make_engine: BuildEngine, hold_engine: HoldEngine) -> None:
     engine = make_engine()
-
-    async def ask() -> None:
-        readiness = readiness_of(engine, SOON)
-        with hold_engine(engine):
-            for _ in range(3):
-                assert await readiness.reasons() == ["the engine has not begun a step within 0.05 s"]
-            # Probes of a server that hangs for hours do not pile up.
-            assert len(engine._thread._inbox) == 1
-        readiness._timeout = PATIENCE
-        assert await readiness.reasons() == []
-
-    asyncio.run(ask())
+    readiness = readiness_of(engine, SOON)
+    with hold_engine(engine):
+        for _ in range(3):
+            assert await readiness.reasons() == ["the engine has not begun a step within 0.05 s"]
+        # Probes of a server that hangs for hours do not pile up.
+        assert len(engine._thread._inbox) == 1
+    readiness._timeout = PATIENCE
+    assert await readiness.reasons() == []
 
 
-def test_concurrent_probes(make_engine: BuildEngine, hold_engine: HoldEngine) -> None:
+async def test_concurrent_probes(make_engine: BuildEngine, hold_engine: HoldEngine) -> None:
     engine = make_engine()
-
-    async def ask() -> list[list[str]]:
-        readiness = readiness_of(engine)
-        with hold_engine(engine):
-            probes = [asyncio.create_task(readiness.reasons()) for _ in range(5)]
-            await asyncio.sleep(0)
-            probes[0].cancel()  # the client has disconnected
-            await asyncio.sleep(0)
-        return await asyncio.gather(*probes[1:])
-
-    assert asyncio.run(ask()) == [[]] * 4
+    readiness = readiness_of(engine)
+    with hold_engine(engine):
+        probes = [asyncio.create_task(readiness.reasons()) for _ in range(5)]
+        await asyncio.sleep(0)
+        probes[0].cancel()  # the client has disconnected
+        await asyncio.sleep(0)
+    assert await asyncio.gather(*probes[1:]) == [[]] * 4
 
 
-def test_a_full_queue(make_engine: BuildEngine, hold_engine: HoldEngine) -> None:
+async def test_a_full_queue(make_engine: BuildEngine, hold_engine: HoldEngine) -> None:
     engine = make_engine(max_num_seqs=1, max_queued_requests=0)
-
-    async def ask() -> None:
-        with hold_engine(engine):
-            stream = await engine.submit(request(max_tokens=1))
-            reasons = await readiness_of(engine, SOON).reasons()
-        assert reasons[0] == "the queue is full: 1 sequences run or wait, at most 1 may: try again later"
-        async for _ in stream:
-            pass
-        await stream.aclose()
-
-    asyncio.run(ask())
+    with hold_engine(engine):
+        stream = await engine.submit(request(max_tokens=1))
+        reasons = await readiness_of(engine, SOON).reasons()
+    assert reasons[0] == "the queue is full: 1 sequences run or wait, at most 1 may: try again later"
+    async for _ in stream:
+        pass
+    await stream.aclose()
 
 
-def test_shutdown(make_engine: BuildEngine) -> None:
+async def test_shutdown(make_engine: BuildEngine) -> None:
     engine = make_engine()
-
-    async def ask() -> None:
-        engine._active.close()
-        with pytest.raises(ServiceUnavailable, match=r"^not ready: the server is shutting down$"):
-            await engine.check_ready()
-        engine.stop()
-        assert "the engine's thread has ended" in await readiness_of(engine, SOON).reasons()
-
-    asyncio.run(ask())
+    engine._active.close()
+    with pytest.raises(ServiceUnavailable, match=r"^not ready: the server is shutting down$"):
+        await engine.check_ready()
+    engine.stop()
+    assert "the engine's thread has ended" in await readiness_of(engine, SOON).reasons()
 
 
 @dataclass
@@ -99,18 +83,14 @@ class Sandboxes:
         self.can_start = True
 
 
-def test_a_dead_zygote_is_started_again(make_engine: BuildEngine) -> None:
+async def test_a_dead_zygote_is_started_again(make_engine: BuildEngine) -> None:
     engine, sandboxes = make_engine(), Sandboxes()
-
-    async def ask() -> None:
-        readiness = readiness_of(engine, sandboxes=sandboxes)
-        for _ in range(3):
-            (reason,) = await readiness.reasons()
-            assert reason.startswith("the process that sandboxes are forked from has ended")
-        sandboxes.started.set()
-        assert readiness._reviving is not None
-        await readiness._reviving
-        assert await readiness.reasons() == []
-        assert sandboxes.revivals == 1
-
-    asyncio.run(ask())
+    readiness = readiness_of(engine, sandboxes=sandboxes)
+    for _ in range(3):
+        (reason,) = await readiness.reasons()
+        assert reason.startswith("the process that sandboxes are forked from has ended")
+    sandboxes.started.set()
+    assert readiness._reviving is not None
+    await readiness._reviving
+    assert await readiness.reasons() == []
+    assert sandboxes.revivals == 1

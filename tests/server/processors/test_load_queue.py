@@ -6,7 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
@@ -17,6 +17,8 @@ from logitship.client.serialization.processor_string import ProcessorString, Sou
 from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
 from logitship.server.processors.load_queue import FAILURE_TTL, LoadQueue, LoadQueueFull, LoadStats
+from tests.helpers.clock import Clock
+from tests.helpers.coroutines import run
 
 LONG = 60.0
 
@@ -97,13 +99,6 @@ class PausedExecutor:
         raise AssertionError("nothing runs")
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 class Scene:
     """A queue, and tasks that wait in it."""
 
@@ -141,223 +136,181 @@ def string(name: str) -> SourceProcessor:
     return SourceProcessor("#", name)
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(2 * LONG):
-            await coroutine
-
-    asyncio.run(bounded())
-
-
 async def turns() -> None:
     """Let the other tasks run until they wait."""
     for _ in range(5):
         await asyncio.sleep(0)
 
 
-def test_few_loads_at_a_time_in_turn_for_each_tenant() -> None:
-    async def test() -> None:
-        scene = Scene()
-        executor = scene.executor
-        async with no_leftovers(scene):
-            tasks = [scene.acquire(f"A{number}", "a") for number in range(6)]
-            # The third thread is for another tenant.
-            await executor.until_began(("a", "A0"), ("a", "A1"))
-            assert scene.queue.stats() == LoadStats(running=2, waiting=4)
-            tasks += [scene.acquire(f"B{number}", "b") for number in range(2)]
-            await executor.until_began(("a", "A0"), ("a", "A1"), ("b", "B0"))
-            executor.end("a", "A0")
-            await executor.until_began(("a", "A0"), ("a", "A1"), ("b", "B0"), ("a", "A2"))
-            executor.end("a", "A1")
-            await executor.until_began(("a", "A0"), ("a", "A1"), ("b", "B0"), ("a", "A2"), ("b", "B1"))
-            for number in range(6):
-                executor.end("a", f"A{number}")
-                executor.end("b", f"B{number}")
-            for task in tasks:
-                scene.cache.release(await task)
-            assert executor.most == 3
-
-    run(test())
+async def test_few_loads_at_a_time_in_turn_for_each_tenant() -> None:
+    scene = Scene()
+    executor = scene.executor
+    async with no_leftovers(scene):
+        tasks = [scene.acquire(f"A{number}", "a") for number in range(6)]
+        # The third thread is for another tenant.
+        await executor.until_began(("a", "A0"), ("a", "A1"))
+        assert scene.queue.stats() == LoadStats(running=2, waiting=4)
+        tasks += [scene.acquire(f"B{number}", "b") for number in range(2)]
+        await executor.until_began(("a", "A0"), ("a", "A1"), ("b", "B0"))
+        executor.end("a", "A0")
+        await executor.until_began(("a", "A0"), ("a", "A1"), ("b", "B0"), ("a", "A2"))
+        executor.end("a", "A1")
+        await executor.until_began(("a", "A0"), ("a", "A1"), ("b", "B0"), ("a", "A2"), ("b", "B1"))
+        for number in range(6):
+            executor.end("a", f"A{number}")
+            executor.end("b", f"B{number}")
+        for task in tasks:
+            scene.cache.release(await task)
+        assert executor.most == 3
 
 
-def test_same_processor_is_loaded_once() -> None:
-    async def test() -> None:
-        scene = Scene()
-        async with no_leftovers(scene):
-            threads = threading.active_count()
-            tasks = [scene.acquire("A") for _ in range(1000)]
-            await scene.executor.until_began(("a", "A"))
-            assert threading.active_count() <= threads + 2  # the load, and the test's own `to_thread`
-            scene.executor.end("a", "A")
-            processors = [await task for task in tasks]
-            assert len(set(processors)) == 1
-            assert scene.executor.began == [("a", "A")]
-            for processor in processors[1:]:
-                scene.cache.release(processor)
-            scene.cache.clear()
-            assert scene.cache.stats().entries == 1, "one user is left"
-            scene.cache.release(processors[0])
-
-    run(test())
+async def test_same_processor_is_loaded_once() -> None:
+    scene = Scene()
+    async with no_leftovers(scene):
+        threads = threading.active_count()
+        tasks = [scene.acquire("A") for _ in range(1000)]
+        await scene.executor.until_began(("a", "A"))
+        assert threading.active_count() <= threads + 2  # the load, and the test's own `to_thread`
+        scene.executor.end("a", "A")
+        processors = [await task for task in tasks]
+        assert len(set(processors)) == 1
+        assert scene.executor.began == [("a", "A")]
+        for processor in processors[1:]:
+            scene.cache.release(processor)
+        scene.cache.clear()
+        assert scene.cache.stats().entries == 1, "one user is left"
+        scene.cache.release(processors[0])
 
 
-def test_loaded_processor_does_not_wait_for_loads() -> None:
-    async def test() -> None:
-        scene = Scene(max_loads=1)
-        async with no_leftovers(scene):
-            loaded = await scene.load("ready")
-            hanging = scene.acquire("hangs")
-            await scene.executor.until_began(("a", "ready"), ("a", "hangs"))
-            before = set(threading.enumerate())
-            assert await scene.queue.acquire(string("ready"), "a") is loaded
-            assert set(threading.enumerate()) <= before
-            scene.executor.end("a", "hangs")
-            for processor in (loaded, loaded, await hanging):
-                scene.cache.release(processor)
-
-    run(test())
+async def test_loaded_processor_does_not_wait_for_loads() -> None:
+    scene = Scene(max_loads=1)
+    async with no_leftovers(scene):
+        loaded = await scene.load("ready")
+        hanging = scene.acquire("hangs")
+        await scene.executor.until_began(("a", "ready"), ("a", "hangs"))
+        before = set(threading.enumerate())
+        assert await scene.queue.acquire(string("ready"), "a") is loaded
+        assert set(threading.enumerate()) <= before
+        scene.executor.end("a", "hangs")
+        for processor in (loaded, loaded, await hanging):
+            scene.cache.release(processor)
 
 
-def test_processor_that_must_be_reloaded_is_queued() -> None:
-    async def test() -> None:
-        scene = Scene()
-        async with no_leftovers(scene):
-            loaded = await scene.load("A")
-            scene.executor.ready = False
-            assert await scene.acquire("A") is loaded
-            assert scene.executor.began == [("a", "A"), ("ensured", "A")]
-            scene.cache.release(loaded)
-            scene.cache.release(loaded)
-
-    run(test())
+async def test_processor_that_must_be_reloaded_is_queued() -> None:
+    scene = Scene()
+    async with no_leftovers(scene):
+        loaded = await scene.load("A")
+        scene.executor.ready = False
+        assert await scene.acquire("A") is loaded
+        assert scene.executor.began == [("a", "A"), ("ensured", "A")]
+        scene.cache.release(loaded)
+        scene.cache.release(loaded)
 
 
-def test_load_without_waiters_is_cancelled() -> None:
-    async def test() -> None:
-        scene = Scene(max_loads=1)
-        async with no_leftovers(scene):
-            leaving = [scene.acquire("A") for _ in range(2)]
-            waiting = [scene.acquire("B"), scene.acquire("C")]
-            await scene.executor.until_began(("a", "A"))
-            waiting[0].cancel()
-            leaving[0].cancel()
-            await turns()
-            assert scene.executor.cancelled == [], "one still waits for A"
-            assert scene.queue.stats() == LoadStats(running=1, waiting=1)
-            leaving[1].cancel()
-            await turns()
-            assert scene.executor.cancelled == [("a", "A")]
-            await scene.executor.until_began(("a", "A"), ("a", "C"))
-            scene.executor.end("a", "C")
-            scene.cache.release(await waiting[1])
-            # Nobody heard that it could not be loaded.
-            scene.cache.release(await scene.load("A"))
-
-    run(test())
+async def test_load_without_waiters_is_cancelled() -> None:
+    scene = Scene(max_loads=1)
+    async with no_leftovers(scene):
+        leaving = [scene.acquire("A") for _ in range(2)]
+        waiting = [scene.acquire("B"), scene.acquire("C")]
+        await scene.executor.until_began(("a", "A"))
+        waiting[0].cancel()
+        leaving[0].cancel()
+        await turns()
+        assert scene.executor.cancelled == [], "one still waits for A"
+        assert scene.queue.stats() == LoadStats(running=1, waiting=1)
+        leaving[1].cancel()
+        await turns()
+        assert scene.executor.cancelled == [("a", "A")]
+        await scene.executor.until_began(("a", "A"), ("a", "C"))
+        scene.executor.end("a", "C")
+        scene.cache.release(await waiting[1])
+        # Nobody heard that it could not be loaded.
+        scene.cache.release(await scene.load("A"))
 
 
-def test_load_that_cannot_be_cancelled_blocks_no_other() -> None:
-    async def test() -> None:
-        scene = Scene(cancels=False, max_loads=1)
-        async with no_leftovers(scene):
-            hanging = scene.acquire("hangs")
-            await scene.executor.until_began(("a", "hangs"))
-            hanging.cancel()
-            scene.cache.release(await scene.load("A"))
-            scene.executor.end("a", "hangs")
-
-    run(test())
+async def test_load_that_cannot_be_cancelled_blocks_no_other() -> None:
+    scene = Scene(cancels=False, max_loads=1)
+    async with no_leftovers(scene):
+        hanging = scene.acquire("hangs")
+        await scene.executor.until_began(("a", "hangs"))
+        hanging.cancel()
+        scene.cache.release(await scene.load("A"))
+        scene.executor.end("a", "hangs")
 
 
-def test_thread_that_cannot_be_started_fails_its_load_only(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_thread_that_cannot_be_started_fails_its_load_only(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(thread: threading.Thread) -> None:
         if thread.name == "logitship-load":
             raise RuntimeError("can't start new thread")
         start(thread)
 
     start = threading.Thread.start
-
-    async def test() -> None:
-        scene = Scene(max_loads=1)
-        async with no_leftovers(scene):
-            first, behind = scene.acquire("A"), scene.acquire("B")
-            await scene.executor.until_began(("a", "A"))
-            monkeypatch.setattr(threading.Thread, "start", fail)
-            scene.executor.end("a", "A")
-            scene.cache.release(await first)
-            for task in (behind, scene.acquire("B"), scene.acquire("C")):
-                with pytest.raises(ExecutorUnavailable, match="no thread can be started to load it: try again later"):
-                    await task
-            monkeypatch.undo()
-            for name in "BC":
-                scene.cache.release(await scene.load(name))
-
-    run(test())
+    scene = Scene(max_loads=1)
+    async with no_leftovers(scene):
+        first, behind = scene.acquire("A"), scene.acquire("B")
+        await scene.executor.until_began(("a", "A"))
+        monkeypatch.setattr(threading.Thread, "start", fail)
+        scene.executor.end("a", "A")
+        scene.cache.release(await first)
+        for task in (behind, scene.acquire("B"), scene.acquire("C")):
+            with pytest.raises(ExecutorUnavailable, match="no thread can be started to load it: try again later"):
+                await task
+        monkeypatch.undo()
+        for name in "BC":
+            scene.cache.release(await scene.load(name))
 
 
-def test_processor_that_arrives_while_its_waiter_leaves_is_released() -> None:
-    async def test() -> None:
-        scene = Scene()
-        async with no_leftovers(scene):
-            waiter = scene.queue._enter(("a", string("A").digest), string("A"))
-            scene.executor.end("a", "A")
-            await waiter.future
-            scene.queue._leave(waiter)  # its task is cancelled before it runs again
-
-    run(test())
+async def test_processor_that_arrives_while_its_waiter_leaves_is_released() -> None:
+    scene = Scene()
+    async with no_leftovers(scene):
+        waiter = scene.queue._enter(("a", string("A").digest), string("A"))
+        scene.executor.end("a", "A")
+        await waiter.future
+        scene.queue._leave(waiter)  # its task is cancelled before it runs again
 
 
-def test_waiting_loads_of_a_tenant_are_bounded() -> None:
-    async def test() -> None:
-        scene = Scene(max_loads=1, max_waiting=2)
-        async with no_leftovers(scene):
-            tasks = [scene.acquire(name) for name in "ABC"]
-            await scene.executor.until_began(("a", "A"))
-            with pytest.raises(LoadQueueFull, match="2 processors of this API key wait"):
-                await scene.acquire("D")
-            tasks += [scene.acquire("C"), scene.acquire("D", "b")]  # C waits already, and b is another tenant
-            for name in "ABC":
-                scene.executor.end("a", name)
-            scene.executor.end("b", "D")
-            for task in tasks:
-                scene.cache.release(await task)
-
-    run(test())
+async def test_waiting_loads_of_a_tenant_are_bounded() -> None:
+    scene = Scene(max_loads=1, max_waiting=2)
+    async with no_leftovers(scene):
+        tasks = [scene.acquire(name) for name in "ABC"]
+        await scene.executor.until_began(("a", "A"))
+        with pytest.raises(LoadQueueFull, match="2 processors of this API key wait"):
+            await scene.acquire("D")
+        tasks += [scene.acquire("C"), scene.acquire("D", "b")]  # C waits already, and b is another tenant
+        for name in "ABC":
+            scene.executor.end("a", name)
+        scene.executor.end("b", "D")
+        for task in tasks:
+            scene.cache.release(await task)
 
 
-def test_failure_is_remembered_for_a_while() -> None:
-    async def test() -> None:
-        scene = Scene()
-        async with no_leftovers(scene):
-            tasks = [scene.acquire("A") for _ in range(3)]
-            await scene.executor.until_began(("a", "A"))
-            scene.executor.end("a", "A", ProcessorLoadError("no such name"))
-            errors = await asyncio.gather(*tasks, return_exceptions=True)
-            assert [str(error) for error in errors] == ["no such name"] * 3
-            assert len(set(map(id, errors))) == 3
-            with pytest.raises(
-                ProcessorLoadError, match=r"no such name \(from an earlier attempt; the next one is possible in 10 s\)"
-            ):
-                await scene.acquire("A")
-            assert scene.executor.began == [("a", "A")]
-            scene.cache.release(await scene.load("A", "another tenant"))
-            scene.clock.now += FAILURE_TTL
-            scene.cache.release(await scene.load("A"))
-
-    run(test())
+async def test_failure_is_remembered_for_a_while() -> None:
+    scene = Scene()
+    async with no_leftovers(scene):
+        tasks = [scene.acquire("A") for _ in range(3)]
+        await scene.executor.until_began(("a", "A"))
+        scene.executor.end("a", "A", ProcessorLoadError("no such name"))
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [str(error) for error in errors] == ["no such name"] * 3
+        assert len(set(map(id, errors))) == 3
+        with pytest.raises(
+            ProcessorLoadError, match=r"no such name \(from an earlier attempt; the next one is possible in 10 s\)"
+        ):
+            await scene.acquire("A")
+        assert scene.executor.began == [("a", "A")]
+        scene.cache.release(await scene.load("A", "another tenant"))
+        scene.clock.now += FAILURE_TTL
+        scene.cache.release(await scene.load("A"))
 
 
 @pytest.mark.parametrize("error", [ExecutorUnavailable("no zygote"), ProcessorCacheFull("full"), RuntimeError("bug")])
-def test_failure_of_the_server_is_not_remembered(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
-    async def test() -> None:
-        scene = Scene()
-        async with no_leftovers(scene):
-            scene.executor.end("a", "A", error)
-            with pytest.raises(type(error), match=str(error)):
-                await scene.acquire("A")
-            scene.cache.release(await scene.load("A"))
-
-    run(test())
+async def test_failure_of_the_server_is_not_remembered(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    scene = Scene()
+    async with no_leftovers(scene):
+        scene.executor.end("a", "A", error)
+        with pytest.raises(type(error), match=str(error)):
+            await scene.acquire("A")
+        scene.cache.release(await scene.load("A"))
     assert ("a processor cannot be loaded" in caplog.text) == isinstance(error, RuntimeError)
 
 

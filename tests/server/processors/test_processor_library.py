@@ -40,6 +40,7 @@ from logitship.server.processors.processor_library import (
     ProcessorNotAllowed,
 )
 from logitship.server.processors.registered_processors import NotRegistered, RegisteredProcessors
+from tests.helpers.processors import shipped as shipped_call
 
 MODEL = ModelView(4, frozenset(), None)
 
@@ -99,14 +100,7 @@ class KeepingExecutor(InProcessExecutor):
 
 
 def shipped(name: str) -> SourceProcessor:
-    source = f"""
-from logitship import CustomLogitProcessor
-
-class {name}(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        return logits + 1
-"""
-    return SourceProcessor(source, name)
+    return shipped_call(name, "return logits + 1")
 
 
 def register(library: ProcessorLibrary, string: ProcessorString, tenant: str, name: str | None = None) -> ProcessorInfo:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,12 @@ from logitship.client.serialization.processor_string import (
     SourceProcessor,
     parse,
 )
-from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest, Forbidden, NotFound, ServiceUnavailable
 from logitship.server.requests.messages import GenerationChunk, GenerationRequest, GenerationStream, ProcessorRequest
-
-BuildEngine = Callable[..., AsyncEngine]
-
-FORCE = """
-from logitship import CustomLogitProcessor
-
-class Force(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in zip(logits, custom_param_list):
-            row[params["token_id"]] += 1000.0
-        return logits
-"""
-SOURCE = SourceProcessor(FORCE, "Force")
+from tests.helpers.engine_requests import BuildEngine, Output, generate
+from tests.helpers.engine_requests import request as any_request
+from tests.helpers.processors import BOOST
 
 
 class Ban(CustomLogitProcessor):
@@ -52,31 +42,17 @@ assert isinstance(PLAIN, PickledProcessor)
 assert PLAIN.listing is not None
 
 
+request = partial(any_request, prompt=[10, 11], max_tokens=3, temperature=0)
+
+
 def variant(number: int) -> SourceProcessor:
     """Return the same processor with another digest."""
-    return SourceProcessor(f"{FORCE}\n# {number}", "Force")
+    return SourceProcessor(f"{BOOST.source}\n# {number}", "Boost")
 
 
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    async def bounded() -> Any:
-        async with asyncio.timeout(120):
-            return await coroutine
-
-    return asyncio.run(bounded())
-
-
-async def generate(
-    engine: AsyncEngine, string: ProcessorString, params: dict[str, Any], rid: str = "r"
-) -> tuple[list[int], tuple[Receipt, ...]]:
-    """Generate three tokens with a processor, and return them with its receipts."""
-    request = GenerationRequest(
-        rid=rid,
-        prompt_token_ids=[10, 11],
-        sampling_params=SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
-        processors=(ProcessorRequest(string, params),),
-    )
-    chunks: list[GenerationChunk] = [chunk async for chunk in await engine.submit(request)]
-    return [token for chunk in chunks for token in chunk.token_ids], chunks[-1].receipts
+async def generate_with(engine: AsyncEngine, string: ProcessorString, params: dict[str, Any]) -> Output:
+    """Generate three tokens with a processor."""
+    return await generate(engine, request(processors=[(string, params)]))
 
 
 async def register(engine: AsyncEngine, string: ProcessorString) -> str:
@@ -86,124 +62,108 @@ async def register(engine: AsyncEngine, string: ProcessorString) -> str:
     return digest
 
 
-def test_request_by_digest(make_engine: BuildEngine) -> None:
-    async def scenario() -> None:
-        engine = make_engine()
-        registered = await engine.register(SOURCE)
-        digest = SOURCE.digest
-        assert (registered.digest, registered.id) == (digest, "Force@1")
-        assert engine.processors.ships_code(RegisteredProcessor(digest), "")
-        tokens, (receipt,) = await generate(engine, RegisteredProcessor(digest), {"token_id": 42})
-        assert tokens == [42, 42, 42]
-        assert (receipt.digest, receipt.name, receipt.steps) == (digest, "Force", 3)
-
-    run(scenario())
+async def test_request_by_digest(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+    registered = await engine.register(BOOST)
+    digest = BOOST.digest
+    assert (registered.digest, registered.id) == (digest, "Boost@1")
+    assert engine.processors.ships_code(RegisteredProcessor(digest), "")
+    output = await generate_with(engine, RegisteredProcessor(digest), {"token_id": 42})
+    assert output.token_ids == [42, 42, 42]
+    (receipt,) = output.receipts
+    assert (receipt.digest, receipt.name, receipt.steps) == (digest, "Boost", 3)
 
 
-def test_registering_again_changes_nothing(make_engine: BuildEngine) -> None:
-    async def scenario() -> None:
-        engine = make_engine()
-        answers = await asyncio.gather(*(engine.register(SOURCE) for _ in range(5)))
-        assert {(each.digest, each.id) for each in answers} == {(SOURCE.digest, "Force@1")}
-        assert engine.stats().processor_cache_misses == 1
-        await generate(engine, SOURCE, {"token_id": 1})
-        assert engine.stats().processor_cache_misses == 1
-
-    run(scenario())
+async def test_registering_again_changes_nothing(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+    answers = await asyncio.gather(*(engine.register(BOOST) for _ in range(5)))
+    assert {(each.digest, each.id) for each in answers} == {(BOOST.digest, "Boost@1")}
+    assert engine.stats().processor_cache_misses == 1
+    await generate_with(engine, BOOST, {"token_id": 1})
+    assert engine.stats().processor_cache_misses == 1
 
 
-def test_registration_outlives_its_loaded_processor(make_engine: BuildEngine) -> None:
-    async def scenario() -> None:
-        engine = make_engine()
-        await engine.register(SOURCE)
-        assert await engine.flush_cache()
-        assert engine.stats().processor_cache_entries == 0
-        tokens, _ = await generate(engine, RegisteredProcessor(SOURCE.digest), {"token_id": 42})
-        assert tokens == [42, 42, 42]
-
-    run(scenario())
+async def test_registration_outlives_its_loaded_processor(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+    await engine.register(BOOST)
+    assert await engine.flush_cache()
+    assert engine.stats().processor_cache_entries == 0
+    output = await generate_with(engine, RegisteredProcessor(BOOST.digest), {"token_id": 42})
+    assert output.token_ids == [42, 42, 42]
 
 
-def test_digest_is_that_of_the_code_that_runs(make_engine: BuildEngine) -> None:
+async def test_digest_is_that_of_the_code_that_runs(make_engine: BuildEngine) -> None:
     """A pickle of another Python version runs from its source, so the source is registered."""
-    source = replace(SOURCE, python="3.1")
+    source = replace(BOOST, python="3.1")
     string = PickledProcessor(b"another Python's", python="3.1", source=source, name="Claimed")
-
-    async def scenario() -> None:
-        engine = make_engine()
-        registered = await engine.register(string)
-        assert (registered.digest, registered.name, registered.form) == (SOURCE.digest, "Force", "source")
-        with pytest.raises(BadRequest, match=f"no processor {string.digest} is registered"):
-            await generate(engine, RegisteredProcessor(string.digest), {})
-
-    run(scenario())
+    engine = make_engine()
+    registered = await engine.register(string)
+    assert (registered.digest, registered.name, registered.form) == (BOOST.digest, "Boost", "source")
+    with pytest.raises(BadRequest, match=f"no processor {string.digest} is registered"):
+        await generate_with(engine, RegisteredProcessor(string.digest), {})
 
 
-@pytest.mark.parametrize("limits", [{"processor_cache_entries": 2}, {"processor_cache_bytes": 2 * len(FORCE) + 20}])
-def test_evicted_registration_is_refused(make_engine: BuildEngine, limits: dict[str, int]) -> None:
-    async def scenario() -> None:
-        engine = make_engine(**limits)
-        digests = [await register(engine, variant(number)) for number in range(2)]
-        await generate(engine, RegisteredProcessor(digests[0]), {"token_id": 4})
-        digests.append(await register(engine, variant(2)))
-        for digest in (digests[0], digests[2]):
-            assert (await generate(engine, RegisteredProcessor(digest), {"token_id": 42}))[0] == [42, 42, 42]
-        with pytest.raises(BadRequest, match=r"evicted to make space for others\. Register it again") as refused:
-            await generate(engine, RegisteredProcessor(digests[1]), {"token_id": 42})
-        assert refused.value.param == "processors[0]"
-        await engine.register(variant(1))
-        assert (await generate(engine, RegisteredProcessor(digests[1]), {"token_id": 42}))[0] == [42, 42, 42]
-
-    run(scenario())
-
-
-def test_load_error_registers_nothing(make_engine: BuildEngine) -> None:
-    broken = SourceProcessor("raise RuntimeError('broken')", "Force")
-
-    async def scenario() -> None:
-        engine = make_engine()
-        for string in (broken, PickledProcessor(b"no pickle"), InstalledProcessor("nothing")):
-            with pytest.raises(BadRequest) as refused:
-                await engine.register(string)
-            assert refused.value.param is None
-        with pytest.raises(BadRequest, match="is registered"):
-            await generate(engine, RegisteredProcessor(broken.digest), {})
-        with pytest.raises(BadRequest, match="installed or registered as 'Force'") as refused:
-            await generate(engine, InstalledProcessor("Force"), {})
-        assert refused.value.param == "processors[0]"
-        await engine.register(SOURCE)
-
-    run(scenario())
+@pytest.mark.parametrize(
+    "limits", [{"processor_cache_entries": 2}, {"processor_cache_bytes": 2 * len(BOOST.source) + 20}]
+)
+async def test_evicted_registration_is_refused(make_engine: BuildEngine, limits: dict[str, int]) -> None:
+    engine = make_engine(**limits)
+    digests = [await register(engine, variant(number)) for number in range(2)]
+    await generate_with(engine, RegisteredProcessor(digests[0]), {"token_id": 4})
+    digests.append(await register(engine, variant(2)))
+    for digest in (digests[0], digests[2]):
+        assert (await generate_with(engine, RegisteredProcessor(digest), {"token_id": 42})).token_ids == [
+            42,
+            42,
+            42,
+        ]
+    with pytest.raises(BadRequest, match=r"evicted to make space for others\. Register it again") as refused:
+        await generate_with(engine, RegisteredProcessor(digests[1]), {"token_id": 42})
+    assert refused.value.param == "processors[0]"
+    await engine.register(variant(1))
+    assert (await generate_with(engine, RegisteredProcessor(digests[1]), {"token_id": 42})).token_ids == [
+        42,
+        42,
+        42,
+    ]
 
 
-def test_register_installed_processor_by_reference(make_engine: BuildEngine) -> None:
+async def test_load_error_registers_nothing(make_engine: BuildEngine) -> None:
+    broken = SourceProcessor("raise RuntimeError('broken')", "Boost")
+    engine = make_engine()
+    for string in (broken, PickledProcessor(b"no pickle"), InstalledProcessor("nothing")):
+        with pytest.raises(BadRequest) as refused:
+            await engine.register(string)
+        assert refused.value.param is None
+    with pytest.raises(BadRequest, match="is registered"):
+        await generate_with(engine, RegisteredProcessor(broken.digest), {})
+    with pytest.raises(BadRequest, match="installed or registered as 'Boost'") as refused:
+        await generate_with(engine, InstalledProcessor("Boost"), {})
+    assert refused.value.param == "processors[0]"
+    await engine.register(BOOST)
+
+
+async def test_register_installed_processor_by_reference(make_engine: BuildEngine) -> None:
     """It ships no code, so its digest needs no flag either."""
     string = parse(DisallowedTokensLogitsProcessor.to_str())
-
-    async def scenario() -> None:
-        engine = make_engine()
-        digest = await register(engine, string)
-        assert engine.processors.list_all("")[-1].id == "disallowed_tokens@1"
-        assert not engine.processors.ships_code(RegisteredProcessor(digest), "")
-        plain, _ = await generate(engine, RegisteredProcessor(digest), {"token_ids": []})
-        tokens, (receipt,) = await generate(engine, RegisteredProcessor(digest), {"token_ids": plain})
-        assert not set(tokens) & set(plain)
-        assert receipt.digest == digest
-        with pytest.raises(BadRequest) as refused:
-            await generate(engine, RegisteredProcessor(digest), {"token_ids": "all"})
-        assert refused.value.param == "processors[0].params"
-
-    run(scenario())
+    engine = make_engine()
+    digest = await register(engine, string)
+    assert engine.processors.list_all("")[-1].id == "disallowed_tokens@1"
+    assert not engine.processors.ships_code(RegisteredProcessor(digest), "")
+    plain = (await generate_with(engine, RegisteredProcessor(digest), {"token_ids": []})).token_ids
+    output = await generate_with(engine, RegisteredProcessor(digest), {"token_ids": plain})
+    assert not set(output.token_ids) & set(plain)
+    assert [receipt.digest for receipt in output.receipts] == [digest]
+    with pytest.raises(BadRequest) as refused:
+        await generate_with(engine, RegisteredProcessor(digest), {"token_ids": "all"})
+    assert refused.value.param == "processors[0].params"
 
 
-def test_engine_that_shuts_down_registers_nothing(make_engine: BuildEngine) -> None:
-    async def scenario() -> None:
-        engine = make_engine()
-        await engine.shutdown(1)
-        with pytest.raises(ServiceUnavailable, match="shutting down"):
-            await engine.register(SOURCE)
-
-    run(scenario())
+async def test_engine_that_shuts_down_registers_nothing(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+    await engine.shutdown(1)
+    with pytest.raises(ServiceUnavailable, match="shutting down"):
+        await engine.register(BOOST)
 
 
 # --- versions ---
@@ -233,147 +193,118 @@ class Gated(CustomLogitProcessor):
     )
 
 
-def test_running_requests_keep_their_version(make_engine: BuildEngine, tmp_path: Path) -> None:
+async def test_running_requests_keep_their_version(make_engine: BuildEngine, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     first, second = gated(41, gate), gated(42, gate)
-
-    async def scenario() -> None:
-        engine = make_engine()
-        assert (await engine.register(first)).id == "Gated@1"
-        names = ("Gated", "Gated@1", first.digest)
-        streams = [await stream_of(engine, name, f"r{index}") for index, name in enumerate(names)]
-        running = [aiter(stream) for stream in streams]
-        begun = (await anext(running[0])).token_ids  # it runs and cannot end; the others run or wait
-        assert engine.processors.delete("Gated", "") == ["Gated@1"]
-        assert (await engine.register(second)).id == "Gated@2"
-        newer = aiter(await stream_of(engine, "Gated", "newer"))
-        with pytest.raises(BadRequest, match=r"Gated@1 is not registered any more: .*Registered are: Gated@2"):
-            await stream_of(engine, "Gated@1", "refused")
-        gate.touch()
-        for index, chunks in enumerate(running):
-            tokens, receipt = await rest(chunks)
-            assert (tokens if index else begun + tokens) == [41] * 5
-            assert (receipt.digest, receipt.steps) == (first.digest, 5)
-        tokens, receipt = await rest(newer)
-        assert (tokens, receipt.digest) == ([42] * 5, second.digest)
-
-    run(scenario())
+    engine = make_engine()
+    assert (await engine.register(first)).id == "Gated@1"
+    names = ("Gated", "Gated@1", first.digest)
+    streams = [await stream_of(engine, name, f"r{index}") for index, name in enumerate(names)]
+    running = [aiter(stream) for stream in streams]
+    begun = (await anext(running[0])).token_ids  # it runs and cannot end; the others run or wait
+    assert engine.processors.delete("Gated", "") == ["Gated@1"]
+    assert (await engine.register(second)).id == "Gated@2"
+    newer = aiter(await stream_of(engine, "Gated", "newer"))
+    with pytest.raises(BadRequest, match=r"Gated@1 is not registered any more: .*Registered are: Gated@2"):
+        await stream_of(engine, "Gated@1", "refused")
+    gate.touch()
+    for index, chunks in enumerate(running):
+        tokens, receipt = await rest(chunks)
+        assert (tokens if index else begun + tokens) == [41] * 5
+        assert (receipt.digest, receipt.steps) == (first.digest, 5)
+    tokens, receipt = await rest(newer)
+    assert (tokens, receipt.digest) == ([42] * 5, second.digest)
 
 
 async def stream_of(engine: AsyncEngine, name: str, rid: str) -> GenerationStream:
     """Submit a request for five tokens with a registered processor."""
     string = RegisteredProcessor(name) if name.startswith("sha256:") else InstalledProcessor(name)
-    return await engine.submit(
-        GenerationRequest(
-            rid=rid,
-            prompt_token_ids=[10, 11],
-            sampling_params=SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
-            processors=(ProcessorRequest(string),),
-        )
-    )
+    return await engine.submit(request(rid, processors=[(string, None)], max_tokens=5))
 
 
 async def rest(chunks: AsyncIterator[GenerationChunk]) -> tuple[list[int], Receipt]:
     """Return the remaining tokens of a stream, and its receipt."""
-    left = [chunk async for chunk in chunks]
-    (receipt,) = left[-1].receipts
-    return [token for chunk in left for token in chunk.token_ids], receipt
+    left = Output([chunk async for chunk in chunks])
+    (receipt,) = left.receipts
+    return left.token_ids, receipt
 
 
-def test_pins_resolve_a_batch_to_one_version(make_engine: BuildEngine) -> None:
+async def test_pins_resolve_a_batch_to_one_version(make_engine: BuildEngine) -> None:
     def batch(rid: str) -> GenerationRequest:
-        return GenerationRequest(
-            rid=rid,
-            prompt_token_ids=[10],
-            sampling_params=SamplingParams(),
-            processors=(ProcessorRequest(InstalledProcessor("Force")), ProcessorRequest(SOURCE)),
-        )
+        return request(rid, processors=[(InstalledProcessor("Boost"), None), (BOOST, None)])
 
-    async def scenario() -> None:
-        engine = make_engine()
-        pins: dict[ProcessorString, ProcessorString] = {}
-        await engine.register(variant(1))
-        first = engine.processors.pin(batch("one"), pins)
-        await engine.register(variant(2))
-        assert engine.processors.pin(batch("two"), pins).processors == first.processors
-        assert first.processors == (ProcessorRequest(variant(1)), ProcessorRequest(SOURCE))
-        assert engine.processors.pin(batch("three"), {}).processors[0] == ProcessorRequest(variant(2))
-        engine.processors.delete("Force", "")
-        with pytest.raises(BadRequest, match="Force is not registered any more") as refused:
-            engine.processors.pin(batch("four"), {})
-        assert refused.value.param == "processors[0]"
-
-    run(scenario())
+    engine = make_engine()
+    pins: dict[ProcessorString, ProcessorString] = {}
+    await engine.register(variant(1))
+    first = engine.processors.pin(batch("one"), pins)
+    await engine.register(variant(2))
+    assert engine.processors.pin(batch("two"), pins).processors == first.processors
+    assert first.processors == (ProcessorRequest(variant(1)), ProcessorRequest(BOOST))
+    assert engine.processors.pin(batch("three"), {}).processors[0] == ProcessorRequest(variant(2))
+    engine.processors.delete("Boost", "")
+    with pytest.raises(BadRequest, match="Boost is not registered any more") as refused:
+        engine.processors.pin(batch("four"), {})
+    assert refused.value.param == "processors[0]"
 
 
-def test_descriptions(make_engine: BuildEngine, tmp_path: Path) -> None:
+async def test_descriptions(make_engine: BuildEngine, tmp_path: Path) -> None:
     string = gated(41, tmp_path)
+    engine = make_engine()
+    known = len(engine.processors.list_all(""))
+    info = await engine.register(string, "one", name="Short")
+    assert (info.id, info.kind, info.name, info.version, info.form) == (
+        "Short@1",
+        "registered",
+        "Short",
+        1,
+        "source",
+    )
+    assert (info.description, info.params_schema) == ("Forces a token.", {"type": "object"})
+    assert (info.size, info.is_mask, info.python) == (len(string.source) + len("Forces a token.") + 17, False, None)
+    assert engine.processors.list_all("one")[known:] == [info]
+    assert len(engine.processors.list_all("two")) == known
+    details = engine.processors.details("Short", "one")
+    assert (details.source, details.class_name, details.source_note) == (string.source, "Gated", None)
+    assert engine.processors.details(string.digest, "one") == engine.processors.details("Short@1", "one") == details
+    for reference in ("Short", "Short@1", string.digest):
+        for ask in (engine.processors.details, engine.processors.delete):
+            with pytest.raises(NotFound, match="installed or registered as") as missing:
+                ask(reference, "two")
+            assert missing.value.param == "id"
+    with pytest.raises(Forbidden, match="only the server's operator"):
+        engine.processors.delete("disallowed_tokens", "one")
+    assert engine.processors.delete(string.digest, "one") == ["Short@1"]
+    with pytest.raises(NotFound, match="Short is not registered any more"):
+        engine.processors.details("Short", "one")
 
-    async def scenario() -> None:
-        engine = make_engine()
-        known = len(engine.processors.list_all(""))
-        info = await engine.register(string, "one", name="Short")
-        assert (info.id, info.kind, info.name, info.version, info.form) == (
-            "Short@1",
-            "registered",
-            "Short",
-            1,
-            "source",
-        )
-        assert (info.description, info.params_schema) == ("Forces a token.", {"type": "object"})
-        assert (info.size, info.is_mask, info.python) == (len(string.source) + len("Forces a token.") + 17, False, None)
-        assert engine.processors.list_all("one")[known:] == [info]
-        assert len(engine.processors.list_all("two")) == known
-        details = engine.processors.details("Short", "one")
-        assert (details.source, details.class_name, details.source_note) == (string.source, "Gated", None)
-        assert engine.processors.details(string.digest, "one") == engine.processors.details("Short@1", "one") == details
-        for reference in ("Short", "Short@1", string.digest):
-            for ask in (engine.processors.details, engine.processors.delete):
-                with pytest.raises(NotFound, match="installed or registered as") as missing:
-                    ask(reference, "two")
-                assert missing.value.param == "id"
-        with pytest.raises(Forbidden, match="only the server's operator"):
-            engine.processors.delete("disallowed_tokens", "one")
-        assert engine.processors.delete(string.digest, "one") == ["Short@1"]
-        with pytest.raises(NotFound, match="Short is not registered any more"):
-            engine.processors.details("Short", "one")
-
-        described = await engine.register(replace(PLAIN, name="Claimed"))
-        assert (described.id, described.form, described.python) == ("Ban@1", "pickled", PYTHON)
-        details = engine.processors.details("Ban", "")
-        assert "class Ban" in str(details.source)
-        assert details.source_note == "according to the processor string: what runs is the pickle next to it"
-        listed = await engine.register(replace(PLAIN, source=None), name="Listed")
-        details = engine.processors.details(listed.id, "")
-        assert (details.source, details.class_name) == (PLAIN.listing.text, "Ban")
-        assert str(details.source_note).startswith("it does not run")
-        bare = await engine.register(PickledProcessor(PLAIN.payload), name="Bare")
-        details = engine.processors.details(bare.id, "")
-        assert (details.source, details.source_note) == (None, "the processor string holds a pickle and no source")
-        installed = await engine.register(parse(DisallowedTokensLogitsProcessor.to_str()), name="Alias")
-        details = engine.processors.details(installed.id, "")
-        assert (details.form, details.source) == ("installed", None)
-
-    run(scenario())
+    described = await engine.register(replace(PLAIN, name="Claimed"))
+    assert (described.id, described.form, described.python) == ("Ban@1", "pickled", PYTHON)
+    details = engine.processors.details("Ban", "")
+    assert "class Ban" in str(details.source)
+    assert details.source_note == "according to the processor string: what runs is the pickle next to it"
+    listed = await engine.register(replace(PLAIN, source=None), name="Listed")
+    details = engine.processors.details(listed.id, "")
+    assert (details.source, details.class_name) == (PLAIN.listing.text, "Ban")
+    assert str(details.source_note).startswith("it does not run")
+    bare = await engine.register(PickledProcessor(PLAIN.payload), name="Bare")
+    details = engine.processors.details(bare.id, "")
+    assert (details.source, details.source_note) == (None, "the processor string holds a pickle and no source")
+    installed = await engine.register(parse(DisallowedTokensLogitsProcessor.to_str()), name="Alias")
+    details = engine.processors.details(installed.id, "")
+    assert (details.form, details.source) == ("installed", None)
 
 
-def test_invalid_name_is_refused_as_a_field(make_engine: BuildEngine) -> None:
-    async def scenario() -> None:
-        engine = make_engine()
-        foreign = SourceProcessor(FORCE.replace("Force", "Größe"), "Größe")
-        for string, name in ((SOURCE, "a b"), (SOURCE, "disallowed_tokens"), (foreign, None)):
-            with pytest.raises(BadRequest, match=r"^name: ") as refused:
-                await engine.register(string, name=name)
-            assert refused.value.param == "name"
-
-    run(scenario())
+async def test_invalid_name_is_refused_as_a_field(make_engine: BuildEngine) -> None:
+    engine = make_engine()
+    foreign = SourceProcessor(BOOST.source.replace("Boost", "Größe"), "Größe")
+    for string, name in ((BOOST, "a b"), (BOOST, "disallowed_tokens"), (foreign, None)):
+        with pytest.raises(BadRequest, match=r"^name: ") as refused:
+            await engine.register(string, name=name)
+        assert refused.value.param == "name"
 
 
-def test_full_registry_is_service_unavailable(make_engine: BuildEngine) -> None:
-    async def scenario() -> None:
-        engine = make_engine(processor_cache_entries=1)
-        await engine.register(SOURCE, "one")
-        with pytest.raises(ServiceUnavailable, match="used by other API keys"):
-            await engine.register(SOURCE, "two")
-
-    run(scenario())
+async def test_full_registry_is_service_unavailable(make_engine: BuildEngine) -> None:
+    engine = make_engine(processor_cache_entries=1)
+    await engine.register(BOOST, "one")
+    with pytest.raises(ServiceUnavailable, match="used by other API keys"):
+        await engine.register(BOOST, "two")

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from logitship.client.serialization.processor_string import InstalledProcessor
-from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.config import ServerConfig
-from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.processors.tree_files import load_trees
 from logitship.server.refusals import BadRequest, StartError
-from logitship.server.requests.messages import GenerationChunk, GenerationRequest, ProcessorRequest
-
-BuildEngine = Callable[..., AsyncEngine]
+from logitship.server.requests.messages import GenerationRequest
+from tests.helpers.engine_requests import BuildEngine, generate, generate_together, installed
+from tests.helpers.engine_requests import request as any_request
 
 END = 1
 TREE: dict[str, Any] = {
@@ -37,85 +33,63 @@ def tree_file(tmp_path: Path) -> Path:
     return file
 
 
+request = partial(any_request, prompt=[10, 11], max_tokens=6, seed=5, ignore_eos=False)
+
+
 def tree_request(rid: str, tree: Any) -> GenerationRequest:
-    return request(rid, ProcessorRequest(InstalledProcessor("tree"), {"tree": tree}))
+    return request(rid, processors=[installed("tree", tree=tree)])
 
 
-def request(rid: str, *processors: ProcessorRequest, **params: Any) -> GenerationRequest:
-    return GenerationRequest(
-        rid=rid,
-        prompt_token_ids=[10, 11],
-        sampling_params=SamplingParams(**({"max_tokens": 6, "temperature": 1.0, "seed": 5} | params)),
-        processors=processors,
-    )
-
-
-def run(engine: AsyncEngine, *wanted: GenerationRequest) -> list[tuple[list[int], GenerationChunk]]:
-    async def tokens(each: GenerationRequest) -> tuple[list[int], GenerationChunk]:
-        found: list[int] = []
-        async for chunk in await engine.submit(each):
-            found += chunk.token_ids
-            last = chunk
-        return found, last
-
-    async def together() -> list[tuple[list[int], GenerationChunk]]:
-        async with asyncio.timeout(120):
-            return list(await asyncio.gather(*map(tokens, wanted)))
-
-    return asyncio.run(together())
-
-
-def test_named_tree(make_engine: BuildEngine, tree_file: Path) -> None:
+async def test_named_tree(make_engine: BuildEngine, tree_file: Path) -> None:
     engine = make_engine(tree=f"numbers={tree_file}")
-    *in_tree, (plain, last) = run(engine, *(tree_request(str(i), "numbers") for i in range(3)), request("plain"))
-    assert all(tokens in PATHS for tokens, _ in in_tree)
-    assert [receipt.name for _, chunk in in_tree for receipt in chunk.receipts] == ["tree"] * 3
-    assert last.receipts == ()
-    assert plain not in PATHS
+    wanted = [*(tree_request(str(i), "numbers") for i in range(3)), request("plain")]
+    *in_tree, plain = await generate_together(engine, wanted)
+    assert all(output.token_ids in PATHS for output in in_tree)
+    assert [receipt.name for output in in_tree for receipt in output.receipts] == ["tree"] * 3
+    assert plain.receipts == ()
+    assert plain.token_ids not in PATHS
 
 
-def test_tree_in_the_request(make_engine: BuildEngine) -> None:
+async def test_tree_in_the_request(make_engine: BuildEngine) -> None:
     engine = make_engine()
     other = {"start_token_id": 7, "end_token_id": END, "prefix_dict": {"7": [80], "7_80": [END]}}
-    (one, _), (two, _) = run(engine, tree_request("one", TREE), tree_request("two", other))
-    assert one in PATHS
-    assert two == [80, END]
+    one, two = await generate_together(engine, [tree_request("one", TREE), tree_request("two", other)])
+    assert one.token_ids in PATHS
+    assert two.token_ids == [80, END]
     with pytest.raises(BadRequest, match="no tree is named 'numbers'; those that the server loaded: none") as refused:
-        run(engine, tree_request("three", "numbers"))
+        await generate(engine, tree_request("three", "numbers"))
     assert refused.value.param == "processors[0].params"
 
 
-def test_tree_for_all_requests(make_engine: BuildEngine, tree_file: Path) -> None:
+async def test_tree_for_all_requests(make_engine: BuildEngine, tree_file: Path) -> None:
     engine = make_engine(tree_decode_config=str(tree_file))
-    forbidding = ProcessorRequest(InstalledProcessor("disallowed_tokens"), {"token_ids": [50, 61]})
-    (plain, last), (narrowed, other) = run(engine, request("plain"), request("narrowed", forbidding))
-    assert plain in PATHS
-    assert [receipt.name for receipt in last.receipts] == ["tree"]
-    assert narrowed == [60, 62, END]
-    assert [receipt.name for receipt in other.receipts] == ["disallowed_tokens", "tree"]
-    assert [receipt.steps for receipt in other.receipts] == [3, 3]
+    forbidding = installed("disallowed_tokens", token_ids=[50, 61])
+    wanted = [request("plain"), request("narrowed", processors=[forbidding])]
+    plain, narrowed = await generate_together(engine, wanted)
+    assert plain.token_ids in PATHS
+    assert [receipt.name for receipt in plain.receipts] == ["tree"]
+    assert narrowed.token_ids == [60, 62, END]
+    assert [receipt.name for receipt in narrowed.receipts] == ["disallowed_tokens", "tree"]
+    assert [receipt.steps for receipt in narrowed.receipts] == [3, 3]
 
 
-def test_forced_token_obeys_the_tree(make_engine: BuildEngine, tree_file: Path) -> None:
+async def test_forced_token_obeys_the_tree(make_engine: BuildEngine, tree_file: Path) -> None:
     """A forced token is sampled where the tree allows it; elsewhere the request ends with an error."""
     engine = make_engine(tree_decode_config=str(tree_file))
-    within = ProcessorRequest(
-        InstalledProcessor("think_mode"), {"max_thinking_tokens": 1, "end_think_token_ids": [60, 62]}
-    )
-    outside = ProcessorRequest(InstalledProcessor("think_mode"), {"max_thinking_tokens": 1, "end_think_token_ids": [9]})
-    (forced, _), (_, ended) = run(engine, request("within", within), request("outside", outside))
-    assert forced == [60, 62, END]
-    assert ended.finish_reason is not None
-    assert ended.finish_reason.error is not None
-    assert ended.finish_reason.error.type == "NoTokenLeftError"
-    assert "tree" in ended.finish_reason.error.message
-    assert "think_mode" in ended.finish_reason.error.message
+    within = installed("think_mode", max_thinking_tokens=1, end_think_token_ids=[60, 62])
+    outside = installed("think_mode", max_thinking_tokens=1, end_think_token_ids=[9])
+    wanted = [request("within", processors=[within]), request("outside", processors=[outside])]
+    forced, ended = await generate_together(engine, wanted)
+    assert forced.token_ids == [60, 62, END]
+    assert ended.error.type == "NoTokenLeftError"
+    assert "tree" in ended.error.message
+    assert "think_mode" in ended.error.message
 
 
-def test_refusal_names_the_index_in_the_request(make_engine: BuildEngine, tree_file: Path) -> None:
+async def test_refusal_names_the_index_in_the_request(make_engine: BuildEngine, tree_file: Path) -> None:
     engine = make_engine(tree_decode_config=str(tree_file))
     with pytest.raises(BadRequest) as refused:
-        run(engine, request("a", ProcessorRequest(InstalledProcessor("disallowed_tokens"), {})))
+        await generate(engine, request(processors=[installed("disallowed_tokens")]))
     assert refused.value.param == "processors[0].params"
 
 
