@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,8 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
-from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.app import create_app
-
-BuildEngine = Callable[..., AsyncEngine]
+from tests.helpers.engine_requests import BuildEngine
 
 ROOT = Path(__file__).parents[1]
 DASHBOARD: dict[str, Any] = json.loads((ROOT / "docs/grafana/logitship.json").read_text())

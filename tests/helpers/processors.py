@@ -32,3 +32,18 @@ def shipped_by_row(name: str, body: str) -> SourceProcessor:
 
 
 BOOST = shipped_by_row("Boost", 'row[params["token_id"]] += params.get("by", 1000.0)')
+CHECKS_HISTORY = shipped_by_row(
+    "ChecksHistory",
+    """
+    # The n-th call forces token first + n, and fails unless its history is the tokens it forced so far.
+    calls = req.state.setdefault("calls", 0)
+    req.state["calls"] = calls + 1
+    expected = [params["first"] + call for call in range(calls)]
+    if list(req.output_ids) != expected or req.origin_input_ids != [7] * params["prompt"]:
+        raise AssertionError(f"call {calls} saw {req.output_ids}")
+    if calls == params.get("fails_at"):
+        raise RuntimeError("requested")
+    row[:] = -torch.inf
+    row[params["first"] + calls] = 0.0
+    """,
+)

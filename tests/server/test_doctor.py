@@ -11,10 +11,8 @@ from starlette.testclient import TestClient
 from logitship.client.http.sglang_handshake import NOT_ENABLED, PROBE_BODY, TOKENS_REFUSED, SglangPlugin
 from logitship.server import cli, doctor
 from logitship.server.doctor import diagnose
-from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.app import create_app
-
-BuildEngine = Callable[..., AsyncEngine]
+from tests.helpers.engine_requests import BuildEngine
 
 
 def sglang(message: str, status: int = 400) -> Callable[[httpx.Request], httpx.Response]:

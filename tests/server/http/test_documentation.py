@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -12,8 +12,7 @@ from starlette.testclient import TestClient
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.app import create_app
-
-BuildEngine = Callable[..., AsyncEngine]
+from tests.helpers.engine_requests import BuildEngine
 
 SOURCE = """
 from logitship import CustomLogitProcessor

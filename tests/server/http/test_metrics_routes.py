@@ -15,8 +15,8 @@ from starlette.testclient import TestClient
 from logitship.builtin_processors import grammar
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.app import create_app
+from tests.helpers.engine_requests import BuildEngine
 
-BuildEngine = Callable[..., AsyncEngine]
 FakeEngine = Any
 
 SOURCE = """

@@ -78,32 +78,26 @@ def test_disconnect_through_a_socket(base_url: str, engine: Any) -> None:
         assert engine.stream_closed.wait(30)
 
 
-def test_async_client(engine: Any) -> None:
-    async def talk() -> None:
-        transport = httpx2.ASGITransport(create_app(engine))
-        http = httpx2.AsyncClient(transport=transport)
-        async with openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", http_client=http) as client:
-            chat = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=2)
-            assert chat.choices[0].message.content == "Hi"
-            assert chat.choices[0].finish_reason == "length"
-            options: Any = {"include_usage": True}
-            stream = await client.chat.completions.create(
-                model="tiny", messages=MESSAGES, stream=True, stream_options=options
-            )
-            events = [event async for event in stream]
-            assert "".join(event.choices[0].delta.content for event in events if event.choices) == "Hi!"
-            assert events[-1].usage.completion_tokens == 4
-
-    asyncio.run(talk())
+async def test_async_client(engine: Any) -> None:
+    transport = httpx2.ASGITransport(create_app(engine))
+    http = httpx2.AsyncClient(transport=transport)
+    async with openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", http_client=http) as client:
+        chat = await client.chat.completions.create(model="tiny", messages=MESSAGES, max_completion_tokens=2)
+        assert chat.choices[0].message.content == "Hi"
+        assert chat.choices[0].finish_reason == "length"
+        options: Any = {"include_usage": True}
+        stream = await client.chat.completions.create(
+            model="tiny", messages=MESSAGES, stream=True, stream_options=options
+        )
+        events = [event async for event in stream]
+        assert "".join(event.choices[0].delta.content for event in events if event.choices) == "Hi!"
+        assert events[-1].usage.completion_tokens == 4
 
 
-def test_concurrent_requests(engine: Any) -> None:
-    async def talk() -> list[str]:
-        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(create_app(engine)))
-        async with openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", http_client=http) as client:
-            answers = await asyncio.gather(
-                *(client.completions.create(model="tiny", prompt="a", max_tokens=1 + i % 3) for i in range(12))
-            )
-        return [answer.choices[0].text for answer in answers]
-
-    assert asyncio.run(talk()) == ["H", "Hi", "Hi!"] * 4
+async def test_concurrent_requests(engine: Any) -> None:
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(create_app(engine)))
+    async with openai.AsyncOpenAI(base_url="http://localhost/v1", api_key="any", http_client=http) as client:
+        answers = await asyncio.gather(
+            *(client.completions.create(model="tiny", prompt="a", max_tokens=1 + i % 3) for i in range(12))
+        )
+    assert [answer.choices[0].text for answer in answers] == ["H", "Hi", "Hi!"] * 4

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -308,20 +307,16 @@ def test_messages_of_all_clients_have_the_authors_line(shipping: Served) -> None
         assert line in message
 
 
-def test_async_openai_sdk(served: Served) -> None:
+async def test_async_openai_sdk(served: Served) -> None:
     sampling: dict[str, Any] = {"model": "tiny", "max_tokens": 12, "temperature": 0}
-
-    async def talk() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client:
-            completion = await client.completions.create(prompt=PROMPT, **sampling)
-            stream = await client.completions.create(prompt=PROMPT, stream=True, **sampling)
-            assert "".join([e.choices[0].text async for e in stream]) == completion.choices[0].text
-            chat = await client.chat.completions.create(messages=MESSAGES, **sampling)
-            pieces = await client.chat.completions.create(messages=MESSAGES, stream=True, **sampling)
-            text = "".join([e.choices[0].delta.content or "" async for e in pieces])
-            assert text == chat.choices[0].message.content
-
-    asyncio.run(talk())
+    async with openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as client:
+        completion = await client.completions.create(prompt=PROMPT, **sampling)
+        stream = await client.completions.create(prompt=PROMPT, stream=True, **sampling)
+        assert "".join([e.choices[0].text async for e in stream]) == completion.choices[0].text
+        chat = await client.chat.completions.create(messages=MESSAGES, **sampling)
+        pieces = await client.chat.completions.create(messages=MESSAGES, stream=True, **sampling)
+        text = "".join([e.choices[0].delta.content or "" async for e in pieces])
+        assert text == chat.choices[0].message.content
 
 
 def test_digests_in_a_header(served: Served) -> None:

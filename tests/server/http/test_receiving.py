@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +20,7 @@ from logitship.server.http.receiving import (
     head_timeout_protocol,
 )
 from logitship.server.schemas.request_schema import parse_model
+from tests.helpers.coroutines import until
 
 GENEROUS = 30.0
 PATHS = ("/generate", "/v1/completions", "/v1/chat/completions", "/abort_request", "/v1/embeddings", "/v1/processors")
@@ -55,15 +55,6 @@ class Upload:
         return start["status"], headers, orjson.loads(body) if body else None
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, GENEROUS))
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.001)
-
-
 @pytest.fixture
 def engine(new_engine: Any) -> Any:
     """An engine of the test's own: its pool serves one event loop at a time."""
@@ -71,50 +62,42 @@ def engine(new_engine: Any) -> Any:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_body_that_does_not_arrive_is_refused_with_408(path: str, engine: Any) -> None:
-    async def scenario() -> None:
-        engine.config = replace(engine.config, request_body_timeout=0.05)
-        upload = Upload(engine, path)
-        upload.put(b'{"text": "')
-        status, headers, body = await upload.answer()
-        assert status == 408
-        assert headers["connection"] == "close"
-        assert body["error"]["type"] == "timeout_error"
-        assert "0.05 seconds (--request-body-timeout)" in body["error"]["message"]
-        assert engine.queued_bytes.total == 0
-
-    run(scenario())
+async def test_body_that_does_not_arrive_is_refused_with_408(path: str, engine: Any) -> None:
+    engine.config = replace(engine.config, request_body_timeout=0.05)
+    upload = Upload(engine, path)
+    upload.put(b'{"text": "')
+    status, headers, body = await upload.answer()
+    assert status == 408
+    assert headers["connection"] == "close"
+    assert body["error"]["type"] == "timeout_error"
+    assert "0.05 seconds (--request-body-timeout)" in body["error"]["message"]
+    assert engine.queued_bytes.total == 0
 
 
-def test_time_to_generate_is_not_bounded_by_the_timeout_of_the_body(engine: Any) -> None:
-    async def scenario() -> None:
-        engine.config = replace(engine.config, request_body_timeout=0.05)
-        engine.hangs = True
-        upload = Upload(engine)
-        upload.put(b'{"text": "a"}', more=False)
-        await until(engine.hung.is_set)
-        await asyncio.sleep(0.1)
-        assert not upload.call.done()
-        upload.disconnect()
-        assert (await upload.answer())[0] == 499
-
-    run(scenario())
+async def test_time_to_generate_is_not_bounded_by_the_timeout_of_the_body(engine: Any) -> None:
+    engine.config = replace(engine.config, request_body_timeout=0.05)
+    engine.hangs = True
+    upload = Upload(engine)
+    upload.put(b'{"text": "a"}', more=False)
+    await until(engine.hung.is_set)
+    await asyncio.sleep(0.1)
+    assert not upload.call.done()
+    upload.disconnect()
+    assert (await upload.answer())[0] == 499
 
 
 @pytest.mark.parametrize("path", [path for path in PATHS if path != "/v1/processors"])
-def test_elements_are_counted_before_they_are_built(path: str, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_elements_are_counted_before_they_are_built(
+    path: str, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(receiving, "orjson", None)
-
-    async def scenario() -> None:
-        engine.config = replace(engine.config, max_request_elements=1000)
-        upload = Upload(engine, path)
-        upload.put(b'{"custom_params": [' + b"1," * 1000, more=False)
-        status, _, body = await upload.answer()
-        assert status == 413
-        assert "1000 keys and values" in body["error"]["message"]
-        assert "--max-request-elements" in body["error"]["message"]
-
-    run(scenario())
+    engine.config = replace(engine.config, max_request_elements=1000)
+    upload = Upload(engine, path)
+    upload.put(b'{"custom_params": [' + b"1," * 1000, more=False)
+    status, _, body = await upload.answer()
+    assert status == 413
+    assert "1000 keys and values" in body["error"]["message"]
+    assert "--max-request-elements" in body["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +109,7 @@ def test_elements_are_counted_before_they_are_built(path: str, engine: Any, monk
         (b'{"text": "a"}', 0),
     ],
 )
-def test_work_on_large_bodies_is_done_by_the_pool(
+async def test_work_on_large_bodies_is_done_by_the_pool(
     body: bytes, jobs: int, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[Any] = []
@@ -138,13 +121,9 @@ def test_work_on_large_bodies_is_done_by_the_pool(
 
     monkeypatch.setattr(engine.pool, "run", counted)
     engine.config = replace(engine.config, max_request_bytes=1 << 20)
-
-    async def scenario() -> None:
-        upload = Upload(engine)
-        upload.put(body, more=False)
-        await upload.answer()
-
-    run(scenario())
+    upload = Upload(engine)
+    upload.put(body, more=False)
+    await upload.answer()
     assert len(done) == jobs
 
 
@@ -158,59 +137,50 @@ def test_processor_strings_are_counted_before_they_are_decoded(shipping_client: 
     assert answer.json()["error"]["message"].startswith("custom_logit_processor: is not a processor string")
 
 
-def test_bytes_are_counted_as_they_arrive(engine: Any) -> None:
-    async def scenario() -> None:
-        upload = Upload(engine)
+async def test_bytes_are_counted_as_they_arrive(engine: Any) -> None:
+    upload = Upload(engine)
+    upload.put(b" " * 1000)
+    await until(lambda: engine.queued_bytes.total == 1000)
+    upload.put(b" " * 500)
+    await until(lambda: engine.queued_bytes.total == 1500)
+    upload.disconnect()
+    assert (await upload.answer())[0] == 499
+    assert engine.queued_bytes.total == 0
+
+
+async def test_slow_uploads_cannot_fill_the_memory(engine: Any) -> None:
+    engine.config = replace(engine.config, max_queued_bytes=1 << 16)
+    engine.queued_bytes = type(engine.queued_bytes)(5000, 5000)
+    uploads = [Upload(engine) for _ in range(5)]
+    for upload in uploads:
         upload.put(b" " * 1000)
-        await until(lambda: engine.queued_bytes.total == 1000)
-        upload.put(b" " * 500)
-        await until(lambda: engine.queued_bytes.total == 1500)
+    await until(lambda: engine.queued_bytes.total == 5000)
+    one_too_many = Upload(engine)
+    one_too_many.put(b" " * 1000)
+    status, headers, body = await one_too_many.answer()
+    assert status == 429
+    assert headers["retry-after"] == "1"
+    assert "--max-queued-bytes" in body["error"]["message"]
+    for upload in uploads:
         upload.disconnect()
-        assert (await upload.answer())[0] == 499
-        assert engine.queued_bytes.total == 0
-
-    run(scenario())
+        await upload.answer()
+    assert engine.queued_bytes.total == 0
 
 
-def test_slow_uploads_cannot_fill_the_memory(engine: Any) -> None:
-    async def scenario() -> None:
-        engine.config = replace(engine.config, max_queued_bytes=1 << 16)
-        engine.queued_bytes = type(engine.queued_bytes)(5000, 5000)
-        uploads = [Upload(engine) for _ in range(5)]
-        for upload in uploads:
-            upload.put(b" " * 1000)
-        await until(lambda: engine.queued_bytes.total == 5000)
-        one_too_many = Upload(engine)
-        one_too_many.put(b" " * 1000)
-        status, headers, body = await one_too_many.answer()
-        assert status == 429
-        assert headers["retry-after"] == "1"
-        assert "--max-queued-bytes" in body["error"]["message"]
-        for upload in uploads:
-            upload.disconnect()
-            await upload.answer()
-        assert engine.queued_bytes.total == 0
-
-    run(scenario())
-
-
-def test_elements_count_as_memory(engine: Any) -> None:
-    async def scenario() -> None:
-        engine.queued_bytes = type(engine.queued_bytes)(10_000, 10_000)
-        upload = Upload(engine)
-        upload.put(
-            orjson.orjson.dumps({"text": "a", "sampling_params": {"custom_params": {"a": [1] * 500}}}), more=False
-        )
-        status, _, body = await upload.answer()
-        assert status == 429
-        assert "--max-queued-bytes" in body["error"]["message"]
-        assert engine.queued_bytes.total == 0
-
-    run(scenario())
+async def test_elements_count_as_memory(engine: Any) -> None:
+    engine.queued_bytes = type(engine.queued_bytes)(10_000, 10_000)
+    upload = Upload(engine)
+    upload.put(orjson.orjson.dumps({"text": "a", "sampling_params": {"custom_params": {"a": [1] * 500}}}), more=False)
+    status, _, body = await upload.answer()
+    assert status == 429
+    assert "--max-queued-bytes" in body["error"]["message"]
+    assert engine.queued_bytes.total == 0
 
 
 @pytest.mark.parametrize("size", [100, LARGE_BODY + 1])
-def test_large_bodies_are_parsed_off_the_event_loop(size: int, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_large_bodies_are_parsed_off_the_event_loop(
+    size: int, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     threads = []
 
     def parse(*args: Any, **kwargs: Any) -> Any:
@@ -218,16 +188,12 @@ def test_large_bodies_are_parsed_off_the_event_loop(size: int, engine: Any, monk
         return parse_model(*args, **kwargs)
 
     monkeypatch.setattr(receiving, "parse_model", parse)
-
-    async def scenario() -> None:
-        engine.config = replace(engine.config, max_request_bytes=1 << 20)
-        upload = Upload(engine)
-        upload.put(b'{"text": "a"}' + b" " * size, more=False)
-        assert (await upload.answer())[0] == 200
-        (thread,) = threads
-        assert (thread is threading.current_thread()) == (size < LARGE_BODY)
-
-    run(scenario())
+    engine.config = replace(engine.config, max_request_bytes=1 << 20)
+    upload = Upload(engine)
+    upload.put(b'{"text": "a"}' + b" " * size, more=False)
+    assert (await upload.answer())[0] == 200
+    (thread,) = threads
+    assert (thread is threading.current_thread()) == (size < LARGE_BODY)
 
 
 @pytest.mark.parametrize(
@@ -235,27 +201,24 @@ def test_large_bodies_are_parsed_off_the_event_loop(size: int, engine: Any, monk
     [("a" * SHORT_TEXT, 0, True), ("a" * (SHORT_TEXT + 1), 0, False), ("a", LARGE_BODY, False)],
     ids=["short", "long", "short in a large body"],
 )
-def test_thread_that_tokenizes(engine: Any, text: str, spaces: int, on_event_loop: bool) -> None:
+async def test_thread_that_tokenizes(engine: Any, text: str, spaces: int, on_event_loop: bool) -> None:
     threads: list[threading.Thread] = []
 
     def encode(text: str, *, add_special_tokens: bool = True) -> list[int]:
         threads.append(threading.current_thread())
         return [1]
 
-    async def scenario() -> None:
-        engine.tokenizer.encode = encode
-        engine.model = replace(engine.model, max_model_len=SHORT_TEXT)
-        engine.config = replace(engine.config, max_request_bytes=1 << 20)
-        upload = Upload(engine)
-        upload.put(orjson.dumps({"text": text}) + b" " * spaces, more=False)
-        assert (await upload.answer())[0] == 200
-        (thread,) = threads
-        assert (thread is threading.current_thread()) == on_event_loop
-
-    run(scenario())
+    engine.tokenizer.encode = encode
+    engine.model = replace(engine.model, max_model_len=SHORT_TEXT)
+    engine.config = replace(engine.config, max_request_bytes=1 << 20)
+    upload = Upload(engine)
+    upload.put(orjson.dumps({"text": text}) + b" " * spaces, more=False)
+    assert (await upload.answer())[0] == 200
+    (thread,) = threads
+    assert (thread is threading.current_thread()) == on_event_loop
 
 
-def test_client_that_leaves_frees_its_place_in_the_pool(engine: Any) -> None:
+async def test_client_that_leaves_frees_its_place_in_the_pool(engine: Any) -> None:
     """The tokenizer is busy with one prompt of the tenant, and its other request waits."""
     gate, busy = threading.Event(), threading.Semaphore(0)
 
@@ -264,28 +227,25 @@ def test_client_that_leaves_frees_its_place_in_the_pool(engine: Any) -> None:
         assert gate.wait(GENEROUS)
         return [1]
 
-    async def scenario() -> None:
-        engine.tokenizer.encode = encode
-        engine.model = replace(engine.model, max_model_len=SHORT_TEXT)
-        first, second = Upload(engine), Upload(engine)
-        for upload in (first, second):
-            upload.put(orjson.dumps({"text": LONG_TEXT}), more=False)
-        assert await asyncio.to_thread(busy.acquire, timeout=GENEROUS)
-        await until(lambda: engine.pool.num_waiting == 1)
-        second.disconnect()
-        assert (await second.answer())[0] == 499
-        assert engine.pool.num_waiting == 0
-        first.disconnect()
-        assert (await first.answer())[0] == 499
-        gate.set()
-        await until(lambda: engine.pool.num_running == 0)
-        assert engine.requests == []
-        assert engine.queued_bytes.total == 0
-
-    run(scenario())
+    engine.tokenizer.encode = encode
+    engine.model = replace(engine.model, max_model_len=SHORT_TEXT)
+    first, second = Upload(engine), Upload(engine)
+    for upload in (first, second):
+        upload.put(orjson.dumps({"text": LONG_TEXT}), more=False)
+    assert await asyncio.to_thread(busy.acquire, timeout=GENEROUS)
+    await until(lambda: engine.pool.num_waiting == 1)
+    second.disconnect()
+    assert (await second.answer())[0] == 499
+    assert engine.pool.num_waiting == 0
+    first.disconnect()
+    assert (await first.answer())[0] == 499
+    gate.set()
+    await until(lambda: engine.pool.num_running == 0)
+    assert engine.requests == []
+    assert engine.queued_bytes.total == 0
 
 
-def test_prompts_of_one_tenant_do_not_delay_another(engine: Any) -> None:
+async def test_prompts_of_one_tenant_do_not_delay_another(engine: Any) -> None:
     """The tokenizer takes forever for one tenant's prompts, of which ten wait."""
     gate = threading.Event()
 
@@ -293,61 +253,52 @@ def test_prompts_of_one_tenant_do_not_delay_another(engine: Any) -> None:
         assert text.startswith("quick") or gate.wait(GENEROUS)
         return [1]
 
-    async def scenario() -> None:
-        engine.tokenizer.encode = encode
-        engine.model = replace(engine.model, max_model_len=SHORT_TEXT)
-        engine.config = replace(engine.config, api_key=("one", "other"))
-        slow = [Upload(engine, key="one") for _ in range(10)]
-        for upload in slow:
-            upload.put(orjson.dumps({"text": f"slow {LONG_TEXT}"}), more=False)
-        await until(lambda: engine.pool.num_waiting == 9)
-        quick = Upload(engine, key="other")
-        quick.put(orjson.dumps({"text": f"quick {LONG_TEXT}"}), more=False)
-        assert (await quick.answer())[0] == 200
-        assert not any(upload.call.done() for upload in slow)
-        gate.set()
-        assert [(await upload.answer())[0] for upload in slow] == [200] * 10
-
-    run(scenario())
+    engine.tokenizer.encode = encode
+    engine.model = replace(engine.model, max_model_len=SHORT_TEXT)
+    engine.config = replace(engine.config, api_key=("one", "other"))
+    slow = [Upload(engine, key="one") for _ in range(10)]
+    for upload in slow:
+        upload.put(orjson.dumps({"text": f"slow {LONG_TEXT}"}), more=False)
+    await until(lambda: engine.pool.num_waiting == 9)
+    quick = Upload(engine, key="other")
+    quick.put(orjson.dumps({"text": f"quick {LONG_TEXT}"}), more=False)
+    assert (await quick.answer())[0] == 200
+    assert not any(upload.call.done() for upload in slow)
+    gate.set()
+    assert [(await upload.answer())[0] for upload in slow] == [200] * 10
 
 
-def test_client_that_leaves_during_admission_cancels_it(engine: Any) -> None:
-    async def scenario() -> None:
-        cancelled = asyncio.Event()
-        admitting = asyncio.Event()
+async def test_client_that_leaves_during_admission_cancels_it(engine: Any) -> None:
+    cancelled = asyncio.Event()
+    admitting = asyncio.Event()
 
-        async def submit(request: Any, body: Any = None) -> Any:
-            try:
-                admitting.set()
-                await asyncio.Event().wait()
-            finally:
-                cancelled.set()
+    async def submit(request: Any, body: Any = None) -> Any:
+        try:
+            admitting.set()
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
 
-        engine.submit = submit
-        upload = Upload(engine)
-        upload.put(b'{"text": "a"}', more=False)
-        await admitting.wait()
-        upload.disconnect()
-        assert (await upload.answer())[0] == 499
-        assert cancelled.is_set()
-        assert engine.queued_bytes.total == 0
-
-    run(scenario())
+    engine.submit = submit
+    upload = Upload(engine)
+    upload.put(b'{"text": "a"}', more=False)
+    await admitting.wait()
+    upload.disconnect()
+    assert (await upload.answer())[0] == 499
+    assert cancelled.is_set()
+    assert engine.queued_bytes.total == 0
 
 
-def test_cancellation_from_outside_is_not_a_disconnect(engine: Any) -> None:
-    async def scenario() -> None:
-        engine.hangs = True
-        upload = Upload(engine)
-        upload.put(b'{"text": "a"}', more=False)
-        await until(engine.hung.is_set)
-        upload.call.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await upload.call
-        assert upload.sent == []
-        assert len(engine.closed) == 1
-
-    run(scenario())
+async def test_cancellation_from_outside_is_not_a_disconnect(engine: Any) -> None:
+    engine.hangs = True
+    upload = Upload(engine)
+    upload.put(b'{"text": "a"}', more=False)
+    await until(engine.hung.is_set)
+    upload.call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await upload.call
+    assert upload.sent == []
+    assert len(engine.closed) == 1
 
 
 REQUEST = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -417,42 +368,33 @@ async def ticks() -> None:
         await asyncio.sleep(0)
 
 
-def test_silent_connection_is_closed() -> None:
-    async def scenario() -> None:
-        connection = Connection(AT_ONCE)
-        await connection.closed.wait()
-        assert connection.written == b""
-
-    run(scenario())
+async def test_silent_connection_is_closed() -> None:
+    connection = Connection(AT_ONCE)
+    await connection.closed.wait()
+    assert connection.written == b""
 
 
 @pytest.mark.parametrize("pieces", [[HALF], [HALF[:5], HALF[5:]]], ids=["once", "in pieces"])
-def test_connection_with_half_a_head_gets_408(pieces: list[bytes]) -> None:
-    async def scenario() -> None:
-        connection = Connection(AT_ONCE)
-        for piece in pieces:
-            connection.receive(piece)
-        await connection.closed.wait()
-        head, _, body = connection.written.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 408 ")
-        assert b"Content-Length: %d" % len(body) in head
-        assert b"--request-body-timeout" in body
-
-    run(scenario())
+async def test_connection_with_half_a_head_gets_408(pieces: list[bytes]) -> None:
+    connection = Connection(AT_ONCE)
+    for piece in pieces:
+        connection.receive(piece)
+    await connection.closed.wait()
+    head, _, body = connection.written.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 408 ")
+    assert b"Content-Length: %d" % len(body) in head
+    assert b"--request-body-timeout" in body
 
 
-def test_bytes_do_not_extend_the_time() -> None:
-    async def scenario() -> None:
-        connection = Connection(NEVER)
-        (timer,) = timers(connection)
-        connection.receive(HALF[:5])
-        connection.receive(HALF[5:])
-        assert timers(connection) == [timer]
-        connection.receive(OTHER_HALF)
-        assert timer.cancelled()
-        connection.protocol.connection_lost(None)
-
-    run(scenario())
+async def test_bytes_do_not_extend_the_time() -> None:
+    connection = Connection(NEVER)
+    (timer,) = timers(connection)
+    connection.receive(HALF[:5])
+    connection.receive(HALF[5:])
+    assert timers(connection) == [timer]
+    connection.receive(OTHER_HALF)
+    assert timer.cancelled()
+    connection.protocol.connection_lost(None)
 
 
 def timers(connection: Connection) -> list[asyncio.TimerHandle]:
@@ -460,43 +402,34 @@ def timers(connection: Connection) -> list[asyncio.TimerHandle]:
     return [] if timer is None else [timer]
 
 
-def test_running_request_is_not_limited() -> None:
-    async def scenario() -> None:
-        connection = Connection(AT_ONCE)
-        connection.receive(REQUEST)
-        await ticks()
-        assert not connection.closed.is_set()
-        await connection.answered()
-        connection.protocol.connection_lost(None)
-
-    run(scenario())
+async def test_running_request_is_not_limited() -> None:
+    connection = Connection(AT_ONCE)
+    connection.receive(REQUEST)
+    await ticks()
+    assert not connection.closed.is_set()
+    await connection.answered()
+    connection.protocol.connection_lost(None)
 
 
-def test_kept_connection_is_limited_from_the_first_byte_of_the_next_head() -> None:
-    async def scenario() -> None:
-        connection = Connection(AT_ONCE)
-        connection.receive(REQUEST)
-        await connection.answered()
-        await ticks()
-        assert not connection.closed.is_set()
-        connection.written = b""
-        connection.receive(REQUEST)
-        await connection.answered()
-        connection.written = b""
-        connection.receive(HALF)
-        await connection.closed.wait()
-        assert connection.written.startswith(b"HTTP/1.1 408 ")
-
-    run(scenario())
+async def test_kept_connection_is_limited_from_the_first_byte_of_the_next_head() -> None:
+    connection = Connection(AT_ONCE)
+    connection.receive(REQUEST)
+    await connection.answered()
+    await ticks()
+    assert not connection.closed.is_set()
+    connection.written = b""
+    connection.receive(REQUEST)
+    await connection.answered()
+    connection.written = b""
+    connection.receive(HALF)
+    await connection.closed.wait()
+    assert connection.written.startswith(b"HTTP/1.1 408 ")
 
 
-def test_lost_connection_is_not_closed_again() -> None:
-    async def scenario() -> None:
-        connection = Connection(AT_ONCE)
-        connection.receive(HALF)
-        connection.protocol.connection_lost(ConnectionResetError())
-        await ticks()
-        assert not connection.closed.is_set()
-        assert connection.written == b""
-
-    run(scenario())
+async def test_lost_connection_is_not_closed_again() -> None:
+    connection = Connection(AT_ONCE)
+    connection.receive(HALF)
+    connection.protocol.connection_lost(ConnectionResetError())
+    await ticks()
+    assert not connection.closed.is_set()
+    assert connection.written == b""

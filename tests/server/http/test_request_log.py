@@ -137,30 +137,27 @@ def test_refusals(client: Any, lines: Lines) -> None:
     assert found == [(400, refused), (404, {"type": "not_found_error"}), (404, None), (400, refused)]
 
 
-def test_disconnect(engine: FakeEngine, client: Any, lines: Lines) -> None:
-    async def leave() -> None:
-        left = [{"type": "http.request", "body": b'{"text": "a"}'}, {"type": "http.disconnect"}]
-
-        async def receive() -> Message:
-            if len(left) == 1:
-                await asyncio.to_thread(engine.hung.wait)
-            return left.pop(0)
-
-        async def send(message: Message) -> None:
-            pass
-
-        scope: Scope = {
-            "type": "http",
-            "method": "POST",
-            "path": "/generate",
-            "query_string": b"",
-            "headers": [],
-            "root_path": "",
-        }
-        await client.http.app(scope, receive, send)
-
+async def test_disconnect(engine: FakeEngine, client: Any, lines: Lines) -> None:
     engine.hangs = True
-    asyncio.run(leave())
+    left = [{"type": "http.request", "body": b'{"text": "a"}'}, {"type": "http.disconnect"}]
+
+    async def receive() -> Message:
+        if len(left) == 1:
+            await asyncio.to_thread(engine.hung.wait)
+        return left.pop(0)
+
+    async def send(message: Message) -> None:
+        pass
+
+    scope: Scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/generate",
+        "query_string": b"",
+        "headers": [],
+        "root_path": "",
+    }
+    await client.http.app(scope, receive, send)
     [line] = lines()
     assert (line["status"], line["completion_tokens"], line["finish_reasons"]) == (499, 3, [])
 

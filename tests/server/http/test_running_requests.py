@@ -55,58 +55,46 @@ class Caller:
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "rid": "r"}),
     ],
 )
-def test_disconnect_cancels_the_request(path: str, body: dict[str, Any], stream: bool, engine: Any) -> None:
-    async def scenario() -> None:
-        engine.hangs = True
-        caller = Caller(path, {**body, "stream": stream})
-        call = asyncio.ensure_future(create_app(engine)(caller.scope, caller.receive, caller.send))
-        await asyncio.wait_for(asyncio.to_thread(engine.hung.wait, 30), 30)
-        assert not engine.closed
-        caller.gone.set()
-        await asyncio.wait_for(call, 30)
-        assert set(engine.closed) == {"r"}
-
-    asyncio.run(scenario())
+async def test_disconnect_cancels_the_request(path: str, body: dict[str, Any], stream: bool, engine: Any) -> None:
+    engine.hangs = True
+    caller = Caller(path, {**body, "stream": stream})
+    call = asyncio.ensure_future(create_app(engine)(caller.scope, caller.receive, caller.send))
+    await asyncio.wait_for(asyncio.to_thread(engine.hung.wait, 30), 30)
+    assert not engine.closed
+    caller.gone.set()
+    await asyncio.wait_for(call, 30)
+    assert set(engine.closed) == {"r"}
 
 
-def test_disconnect_cancels_the_whole_batch(engine: Any) -> None:
-    async def scenario() -> None:
-        engine.hangs = True
-        caller = Caller("/generate", {"text": ["a", "b", "c"], "rid": "r", "stream": True})
-        call = asyncio.ensure_future(create_app(engine)(caller.scope, caller.receive, caller.send))
-        await asyncio.to_thread(engine.hung.wait, 30)
-        caller.gone.set()
-        await asyncio.wait_for(call, 30)
-        assert set(engine.closed) == {"r_0", "r_1", "r_2"}
-
-    asyncio.run(scenario())
+async def test_disconnect_cancels_the_whole_batch(engine: Any) -> None:
+    engine.hangs = True
+    caller = Caller("/generate", {"text": ["a", "b", "c"], "rid": "r", "stream": True})
+    call = asyncio.ensure_future(create_app(engine)(caller.scope, caller.receive, caller.send))
+    await asyncio.to_thread(engine.hung.wait, 30)
+    caller.gone.set()
+    await asyncio.wait_for(call, 30)
+    assert set(engine.closed) == {"r_0", "r_1", "r_2"}
 
 
-def test_disconnect_before_the_stream(engine: Any) -> None:
-    async def scenario() -> None:
-        engine.hangs = True
-        caller = Caller("/generate", {"text": "a", "rid": "r", "stream": True})
-        caller.gone.set()
-        await asyncio.wait_for(create_app(engine)(caller.scope, caller.receive, caller.send), 30)
-        assert engine.closed == [request.rid for request in engine.requests]
-        assert [message["status"] for message in caller.sent if "status" in message] == [499]
-
-    asyncio.run(scenario())
+async def test_disconnect_before_the_stream(engine: Any) -> None:
+    engine.hangs = True
+    caller = Caller("/generate", {"text": "a", "rid": "r", "stream": True})
+    caller.gone.set()
+    await asyncio.wait_for(create_app(engine)(caller.scope, caller.receive, caller.send), 30)
+    assert engine.closed == [request.rid for request in engine.requests]
+    assert [message["status"] for message in caller.sent if "status" in message] == [499]
 
 
-def test_send_failure(engine: Any) -> None:
-    async def scenario() -> None:
-        caller = Caller("/generate", {"text": "a", "rid": "r", "stream": True})
+async def test_send_failure(engine: Any) -> None:
+    caller = Caller("/generate", {"text": "a", "rid": "r", "stream": True})
 
-        async def broken_pipe(message: Any) -> None:
-            if message["type"] == "http.response.body":
-                raise OSError("broken pipe")
+    async def broken_pipe(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            raise OSError("broken pipe")
 
-        with pytest.raises(OSError, match="broken pipe"):
-            await create_app(engine)(caller.scope, caller.receive, broken_pipe)
-        assert set(engine.closed) == {"r"}
-
-    asyncio.run(scenario())
+    with pytest.raises(OSError, match="broken pipe"):
+        await create_app(engine)(caller.scope, caller.receive, broken_pipe)
+    assert set(engine.closed) == {"r"}
 
 
 def test_unexpected_error_before_the_response(client: Any, engine: Any, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -14,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.model.kv_cache import BLOCK_SIZE, CacheShape, PrefixCache, SlotCache, allocate_zeros
-from logitship.server.requests.messages import BeamSearch, GenerationChunk, GenerationRequest, GenerationStream
+from logitship.server.requests.messages import BeamSearch
+from tests.helpers.engine_requests import BuildEngine, Output, generate, generate_all, request
 
 SHAPE = CacheShape(num_layers=2, num_slots=3, num_kv_heads=2, max_len=5, head_dim=4)
 
@@ -197,138 +196,91 @@ def test_clear_evicts_all_blocks() -> None:
 # --- the engine ---
 
 SYSTEM = [10 + i % 40 for i in range(40)]
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-MakeEngine = Callable[..., AsyncEngine]
 HoldEngine = Callable[[AsyncEngine], AbstractContextManager[None]]
 
 
 @pytest.fixture
-def engine(make_engine: MakeEngine) -> Iterator[AsyncEngine]:
-    made = make_engine(max_num_seqs=4, chunked_prefill_size=16)
-    yield made
-    made.stop()
+def engine(make_engine: BuildEngine) -> AsyncEngine:
+    return make_engine(max_num_seqs=4, chunked_prefill_size=16)
 
 
-async def submit(engine: AsyncEngine, prompt: list[int], **fields: Any) -> GenerationStream:
-    fields = {"rid": f"r{random.random()}", "sampling_params": GREEDY, **fields}
-    return await engine.submit(GenerationRequest(prompt_token_ids=prompt, **fields))
+async def ask(engine: AsyncEngine, prompt: list[int], **fields: Any) -> Output:
+    return await generate(engine, request(prompt=prompt, temperature=0, **fields))
 
 
-async def run(engine: AsyncEngine, prompt: list[int], **fields: Any) -> list[GenerationChunk]:
-    return [chunk async for chunk in await submit(engine, prompt, **fields)]
+async def test_shared_prefix_is_not_computed_again(engine: AsyncEngine) -> None:
+    first = await ask(engine, [*SYSTEM, 5])
+    second = await ask(engine, [*SYSTEM, 6])
+    again = await ask(engine, [*SYSTEM, 5])
+    assert [output.last.cached_tokens for output in (first, second, again)] == [0, 32, 32]
+    assert again.token_ids == first.token_ids
 
 
-def tokens_of(chunks: list[GenerationChunk], index: int = 0) -> list[int]:
-    return [token for chunk in chunks if chunk.index == index for token in chunk.token_ids]
+async def test_output_is_cached_for_the_next_turn(engine: AsyncEngine) -> None:
+    answer = (await ask(engine, SYSTEM)).token_ids
+    turn = await ask(engine, [*SYSTEM, *answer, 7, 8, 9])
+    # 40 of the prompt and 7 of the output, whose last token was sampled and not computed: one too few for 3 blocks.
+    assert turn.last.cached_tokens == 32
+    longer = turn.token_ids
+    last = await ask(engine, [*SYSTEM, *answer, 7, 8, 9, *longer, 3])
+    assert last.last.cached_tokens == 48
 
 
-def test_shared_prefix_is_not_computed_again(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        first = await run(engine, [*SYSTEM, 5])
-        second = await run(engine, [*SYSTEM, 6])
-        again = await run(engine, [*SYSTEM, 5])
-        assert [chunks[-1].cached_tokens for chunks in (first, second, again)] == [0, 32, 32]
-        assert tokens_of(again) == tokens_of(first)
-
-    asyncio.run(main())
+async def test_last_token_of_a_cached_prompt_is_computed(engine: AsyncEngine) -> None:
+    prompt = SYSTEM[:32]
+    first, second = await ask(engine, prompt), await ask(engine, prompt)
+    assert second.last.cached_tokens == 16
+    assert second.token_ids == first.token_ids
 
 
-def test_output_is_cached_for_the_next_turn(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        answer = tokens_of(await run(engine, SYSTEM))
-        turn = await run(engine, [*SYSTEM, *answer, 7, 8, 9])
-        # 40 of the prompt and 7 of the output, whose last token was sampled and not computed: one too few for 3 blocks.
-        assert turn[-1].cached_tokens == 32
-        longer = tokens_of(turn)
-        last = await run(engine, [*SYSTEM, *answer, 7, 8, 9, *longer, 3])
-        assert last[-1].cached_tokens == 48
-
-    asyncio.run(main())
+async def test_concurrent_requests_share_the_prefix(engine: AsyncEngine, hold_engine: HoldEngine) -> None:
+    with hold_engine(engine):
+        wanted = [request(str(last), [*SYSTEM, last], temperature=0) for last in range(5, 9)]
+        streams = [await engine.submit(each) for each in wanted]
+    answers = [Output([chunk async for chunk in stream]) for stream in streams]
+    # The second had computed 7 tokens in the step in which the first completed its prompt.
+    assert [output.last.cached_tokens for output in answers] == [0, 25, 32, 32]
 
 
-def test_last_token_of_a_cached_prompt_is_computed(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        prompt = SYSTEM[:32]
-        first, second = await run(engine, prompt), await run(engine, prompt)
-        assert second[-1].cached_tokens == 16
-        assert tokens_of(second) == tokens_of(first)
-
-    asyncio.run(main())
+async def test_tenants_do_not_share_prefixes(engine: AsyncEngine) -> None:
+    await ask(engine, SYSTEM, tenant="one")
+    assert (await ask(engine, SYSTEM, tenant="other")).last.cached_tokens == 0
+    assert (await ask(engine, SYSTEM, tenant="one")).last.cached_tokens == 32
 
 
-def test_concurrent_requests_share_the_prefix(engine: AsyncEngine, hold_engine: HoldEngine) -> None:
-    async def main() -> None:
-        with hold_engine(engine):
-            streams = [await submit(engine, [*SYSTEM, last]) for last in range(5, 9)]
-        answers = [[chunk async for chunk in stream] for stream in streams]
-        # The second had computed 7 tokens in the step in which the first completed its prompt.
-        assert [chunks[-1].cached_tokens for chunks in answers] == [0, 25, 32, 32]
-
-    asyncio.run(main())
-
-
-def test_tenants_do_not_share_prefixes(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        await run(engine, SYSTEM, tenant="one")
-        assert (await run(engine, SYSTEM, tenant="other"))[-1].cached_tokens == 0
-        assert (await run(engine, SYSTEM, tenant="one"))[-1].cached_tokens == 32
-
-    asyncio.run(main())
+async def test_prompt_logprobs_are_not_cached(engine: AsyncEngine) -> None:
+    params = {"max_tokens": 1, "prompt_logprobs": 1}
+    first = await ask(engine, SYSTEM, **params)
+    second = await ask(engine, SYSTEM, **params)
+    late = await ask(engine, SYSTEM, **params, prompt_logprobs_start=20)
+    assert [output.last.cached_tokens for output in (first, second, late)] == [0, 0, 16]
+    whole, tail = first.prompt_logprobs, late.prompt_logprobs
+    assert len(whole) == len(SYSTEM)
+    assert [position.token_id for position in tail] == SYSTEM[20:]
+    for one, other in zip(whole[20:], tail, strict=True):
+        assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
 
 
-def test_prompt_logprobs_are_not_cached(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        def params(start: int) -> SamplingParams:
-            return SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, prompt_logprobs_start=start)
-
-        first = await run(engine, SYSTEM, sampling_params=params(0))
-        second = await run(engine, SYSTEM, sampling_params=params(0))
-        late = await run(engine, SYSTEM, sampling_params=params(20))
-        assert [chunks[-1].cached_tokens for chunks in (first, second, late)] == [0, 0, 16]
-        whole = [position for chunk in first for position in chunk.prompt_logprobs]
-        tail = [position for chunk in late for position in chunk.prompt_logprobs]
-        assert len(whole) == len(SYSTEM)
-        assert [position.token_id for position in tail] == SYSTEM[20:]
-        for one, other in zip(whole[20:], tail, strict=True):
-            assert other.logprob == pytest.approx(one.logprob, abs=1e-4)
-
-    asyncio.run(main())
+async def test_with_several_continuations_and_beams(engine: AsyncEngine) -> None:
+    beams = request(prompt=[*SYSTEM, 9], beam_search=BeamSearch(3), n=2, temperature=0)
+    several = request(prompt=[*SYSTEM, 9], n=3, max_tokens=6, seed=1)
+    for wanted in (beams, several):
+        await engine.flush_cache()
+        plain, cached = await generate_all(engine, wanted), await generate_all(engine, wanted)
+        assert [output.token_ids for output in cached] == [output.token_ids for output in plain]
+        assert min(chunk.cached_tokens for output in cached for chunk in output.chunks) >= 32
 
 
-def test_with_several_continuations_and_beams(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        beams = {"beam_search": BeamSearch(3), "n": 2}
-        several = {"n": 3, "sampling_params": SamplingParams(max_tokens=6, seed=1, ignore_eos=True)}
-        for fields in (beams, several):
-            await engine.flush_cache()
-            prompt = [*SYSTEM, 9]
-            plain = await run(engine, prompt, **fields)
-            cached = await run(engine, prompt, **fields)
-            count = max(chunk.index for chunk in plain) + 1
-            assert [tokens_of(cached, i) for i in range(count)] == [tokens_of(plain, i) for i in range(count)]
-            assert min(chunk.cached_tokens for chunk in cached) >= 32
-
-    asyncio.run(main())
+async def test_flush_cache(engine: AsyncEngine) -> None:
+    await ask(engine, SYSTEM)
+    assert engine.stats().prefix_blocks > 0
+    assert await engine.flush_cache()
+    assert (await ask(engine, SYSTEM)).last.cached_tokens == 0
 
 
-def test_flush_cache(engine: AsyncEngine) -> None:
-    async def main() -> None:
-        await run(engine, SYSTEM)
-        assert engine.stats().prefix_blocks > 0
-        assert await engine.flush_cache()
-        assert (await run(engine, SYSTEM))[-1].cached_tokens == 0
-
-    asyncio.run(main())
-
-
-def test_cache_can_be_disabled(make_engine: MakeEngine) -> None:
+async def test_cache_can_be_disabled(make_engine: BuildEngine) -> None:
     engine = make_engine(prefix_cache_bytes=0)
-
-    async def main() -> None:
-        for _ in range(2):
-            assert (await run(engine, SYSTEM))[-1].cached_tokens == 0
-        assert engine.stats().prefix_blocks_capacity == 0
-
-    asyncio.run(main())
+    for _ in range(2):
+        assert (await ask(engine, SYSTEM)).last.cached_tokens == 0
+    assert engine.stats().prefix_blocks_capacity == 0
     engine.stop()

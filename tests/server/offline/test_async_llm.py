@@ -17,11 +17,9 @@ from logitship.server.offline.llm import LLM
 from logitship.server.offline.outputs import RequestOutput
 from logitship.server.offline.sampling_params import SamplingParams
 from logitship.server.refusals import QueueFull
+from tests.helpers.offline import FOREVER, GREEDY
 
 MakeAsyncLLM = Callable[..., AsyncLLM]
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-FOREVER = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
 
 
 async def outputs_of(outputs: AsyncIterator[RequestOutput]) -> list[RequestOutput]:
@@ -68,15 +66,12 @@ def test_n_continuations(make_async_llm: MakeAsyncLLM) -> None:
     assert [output.finished for output in outputs].count(True) == 1
 
 
-def test_closing_the_generator_cancels(make_async_llm: MakeAsyncLLM) -> None:
-    async def main() -> None:
-        llm = make_async_llm()
-        async with aclosing(llm.generate("hello", FOREVER)) as outputs:
-            async for _ in outputs:
-                break
-        await assert_idle(llm)
-
-    asyncio.run(main())
+async def test_closing_the_generator_cancels(make_async_llm: MakeAsyncLLM) -> None:
+    llm = make_async_llm()
+    async with aclosing(llm.generate("hello", FOREVER)) as outputs:
+        async for _ in outputs:
+            break
+    await assert_idle(llm)
 
 
 def test_cancelling_the_task_cancels(make_async_llm: MakeAsyncLLM) -> None:
@@ -100,51 +95,44 @@ def test_cancelling_the_task_cancels(make_async_llm: MakeAsyncLLM) -> None:
 
 
 @pytest.mark.parametrize("ids", ["mine", ["other", "mine"]])
-def test_abort_yields_last_output(make_async_llm: MakeAsyncLLM, ids: str | list[str]) -> None:
-    async def main() -> list[RequestOutput]:
-        llm = make_async_llm()
-        outputs = []
-        async for output in llm.generate("hello", FOREVER, request_id="mine"):
-            if not outputs:
-                await llm.abort(ids)
-            outputs.append(output)
-        return outputs
-
-    outputs = asyncio.run(main())
+async def test_abort_yields_last_output(make_async_llm: MakeAsyncLLM, ids: str | list[str]) -> None:
+    llm = make_async_llm()
+    outputs = []
+    async for output in llm.generate("hello", FOREVER, request_id="mine"):
+        if not outputs:
+            await llm.abort(ids)
+        outputs.append(output)
     assert outputs[-1].finished
     assert outputs[-1].outputs[0].finish_reason == "abort"
     assert len(outputs) < 100
 
 
-def test_abort_of_a_waiting_request(make_async_llm: MakeAsyncLLM) -> None:
-    async def main() -> None:
-        llm = make_async_llm(max_num_seqs=2, max_queued_requests=0)
-        two = SamplingParams(n=2, ignore_eos=True)
-        async with aclosing(llm.generate("hello", FOREVER, request_id="first")) as outputs:
-            await anext(outputs)
+async def test_abort_of_a_waiting_request(make_async_llm: MakeAsyncLLM) -> None:
+    llm = make_async_llm(max_num_seqs=2, max_queued_requests=0)
+    two = SamplingParams(n=2, ignore_eos=True)
+    async with aclosing(llm.generate("hello", FOREVER, request_id="first")) as outputs:
+        await anext(outputs)
 
-            async def until_waiting(number: int) -> None:
-                while len(llm._runner._semaphore._waiters) < number:
-                    await asyncio.sleep(0.001)
+        async def until_waiting(number: int) -> None:
+            while len(llm._runner._semaphore._waiters) < number:
+                await asyncio.sleep(0.001)
 
-            waiting = asyncio.create_task(last(llm.generate("hello", two, request_id="mine")))
-            await asyncio.wait_for(until_waiting(1), 60)
-            # It has a free slot, but is not the first to wait.
-            behind = asyncio.create_task(last(llm.generate("hello", GREEDY)))
-            await asyncio.wait_for(until_waiting(2), 60)
-            await llm.abort("mine")
-            output = await asyncio.wait_for(waiting, 60)
-            assert output.finished
-            assert [(each.text, each.finish_reason) for each in output.outputs] == [("", "abort")] * 2
-            # The first still runs.
-            assert (await behind).outputs[0].finish_reason == "length"
-            assert not (await anext(outputs)).finished
-        await assert_idle(llm)
-
-    asyncio.run(main())
+        waiting = asyncio.create_task(last(llm.generate("hello", two, request_id="mine")))
+        await asyncio.wait_for(until_waiting(1), 60)
+        # It has a free slot, but is not the first to wait.
+        behind = asyncio.create_task(last(llm.generate("hello", GREEDY)))
+        await asyncio.wait_for(until_waiting(2), 60)
+        await llm.abort("mine")
+        output = await asyncio.wait_for(waiting, 60)
+        assert output.finished
+        assert [(each.text, each.finish_reason) for each in output.outputs] == [("", "abort")] * 2
+        # The first still runs.
+        assert (await behind).outputs[0].finish_reason == "length"
+        assert not (await anext(outputs)).finished
+    await assert_idle(llm)
 
 
-def test_abort_during_tokenization(make_async_llm: MakeAsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_abort_during_tokenization(make_async_llm: MakeAsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = make_async_llm()
     started, aborted = threading.Event(), threading.Event()
     build = llm._requests.build
@@ -154,15 +142,12 @@ def test_abort_during_tokenization(make_async_llm: MakeAsyncLLM, monkeypatch: py
         assert aborted.wait(60)
         return build(*args, **kwargs)
 
-    async def main() -> list[RequestOutput]:
-        task = asyncio.create_task(outputs_of(llm.generate("hello", FOREVER, request_id="mine")))
-        assert await asyncio.to_thread(started.wait, 60)
-        await llm.abort("mine")
-        aborted.set()
-        return await task
-
     monkeypatch.setattr(llm._requests, "build", paused_build)
-    (output,) = asyncio.run(main())
+    task = asyncio.create_task(outputs_of(llm.generate("hello", FOREVER, request_id="mine")))
+    assert await asyncio.to_thread(started.wait, 60)
+    await llm.abort("mine")
+    aborted.set()
+    (output,) = await task
     assert output.outputs[0].finish_reason == "abort"
     assert llm._engine.stats().steps == 0
 
@@ -187,41 +172,31 @@ def test_abort_between_attempts_to_submit(make_async_llm: MakeAsyncLLM, monkeypa
     assert len(outputs) < 100
 
 
-def test_duplicate_request_id(make_async_llm: MakeAsyncLLM) -> None:
-    async def main() -> None:
-        llm = make_async_llm()
-        async with aclosing(llm.generate("hello", FOREVER, request_id="mine")) as outputs:
-            await anext(outputs)
-            with pytest.raises(InvalidRequest, match="request_id: a request 'mine' is running already") as caught:
-                await last(llm.generate("hello", GREEDY, request_id="mine"))
-            assert caught.value.param == "request_id"
-        await assert_idle(llm)
-
-    asyncio.run(main())
+async def test_duplicate_request_id(make_async_llm: MakeAsyncLLM) -> None:
+    llm = make_async_llm()
+    async with aclosing(llm.generate("hello", FOREVER, request_id="mine")) as outputs:
+        await anext(outputs)
+        with pytest.raises(InvalidRequest, match="request_id: a request 'mine' is running already") as caught:
+            await last(llm.generate("hello", GREEDY, request_id="mine"))
+        assert caught.value.param == "request_id"
+    await assert_idle(llm)
 
 
-def test_full_queue_waits(make_async_llm: MakeAsyncLLM) -> None:
-    async def main() -> None:
-        llm = make_async_llm(max_num_seqs=2, max_queued_requests=0)
-        params = SamplingParams(n=2, temperature=0, max_tokens=2, ignore_eos=True)
-        outputs = await asyncio.gather(*(last(llm.generate([10 + i], params)) for i in range(20)))
-        assert [output.prompt_token_ids for output in outputs] == [[10 + i] for i in range(20)]
-        assert all(len(completion.token_ids) == 2 for output in outputs for completion in output.outputs)
-
-    asyncio.run(main())
+async def test_full_queue_waits(make_async_llm: MakeAsyncLLM) -> None:
+    llm = make_async_llm(max_num_seqs=2, max_queued_requests=0)
+    params = SamplingParams(n=2, temperature=0, max_tokens=2, ignore_eos=True)
+    outputs = await asyncio.gather(*(last(llm.generate([10 + i], params)) for i in range(20)))
+    assert [output.prompt_token_ids for output in outputs] == [[10 + i] for i in range(20)]
+    assert all(len(completion.token_ids) == 2 for output in outputs for completion in output.outputs)
 
 
-def test_cancelled_request_frees_queue(make_async_llm: MakeAsyncLLM) -> None:
+async def test_cancelled_request_frees_queue(make_async_llm: MakeAsyncLLM) -> None:
     """Its slot is free at once; the engine counts it for another step."""
-
-    async def main() -> None:
-        llm = make_async_llm(max_num_seqs=1, max_queued_requests=0)
-        for _ in range(5):
-            async with aclosing(llm.generate("hello", FOREVER)) as outputs:
-                await anext(outputs)
-        await assert_idle(llm)
-
-    asyncio.run(main())
+    llm = make_async_llm(max_num_seqs=1, max_queued_requests=0)
+    for _ in range(5):
+        async with aclosing(llm.generate("hello", FOREVER)) as outputs:
+            await anext(outputs)
+    await assert_idle(llm)
 
 
 def test_works_with_several_event_loops(make_async_llm: MakeAsyncLLM) -> None:
@@ -234,17 +209,14 @@ def test_works_with_several_event_loops(make_async_llm: MakeAsyncLLM) -> None:
     assert [output.outputs for output in first] == [output.outputs for output in second]
 
 
-def test_context_manager_shuts_down(make_async_llm: MakeAsyncLLM) -> None:
-    async def main() -> None:
-        async with make_async_llm() as llm:
-            thread: threading.Thread = llm._engine._thread._thread
-            await last(llm.generate("hello", GREEDY))
-        assert not thread.is_alive()
-        with pytest.raises(RuntimeError, match="this AsyncLLM was shut down"):
-            await last(llm.generate("hello", GREEDY))
-        llm.shutdown()
-
-    asyncio.run(main())
+async def test_context_manager_shuts_down(make_async_llm: MakeAsyncLLM) -> None:
+    async with make_async_llm() as llm:
+        thread: threading.Thread = llm._engine._thread._thread
+        await last(llm.generate("hello", GREEDY))
+    assert not thread.is_alive()
+    with pytest.raises(RuntimeError, match="this AsyncLLM was shut down"):
+        await last(llm.generate("hello", GREEDY))
+    llm.shutdown()
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], 7, None])
@@ -253,22 +225,19 @@ def test_list_of_prompts_is_refused(make_async_llm: MakeAsyncLLM, prompt: Any) -
         asyncio.run(last(make_async_llm().generate(prompt, GREEDY)))
 
 
-def test_fault_ends_only_its_request(make_async_llm: MakeAsyncLLM) -> None:
+async def test_fault_ends_only_its_request(make_async_llm: MakeAsyncLLM) -> None:
     def fails(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
         if len(output_token_ids) == 2:
             raise ZeroDivisionError("no such luck")
         return logits
 
-    async def main() -> None:
-        llm = make_async_llm()
-        failing = SamplingParams(max_tokens=8, ignore_eos=True, logits_processors=[fails])
-        fault, fine = await asyncio.gather(
-            last(llm.generate("hello", failing)), last(llm.generate("hello", GREEDY)), return_exceptions=True
-        )
-        assert isinstance(fault, ProcessorFault)
-        assert "no such luck" in fault.message
-        assert isinstance(fine, RequestOutput)
-        assert len(fine.outputs[0].token_ids) == 8
-        await assert_idle(llm)
-
-    asyncio.run(main())
+    llm = make_async_llm()
+    failing = SamplingParams(max_tokens=8, ignore_eos=True, logits_processors=[fails])
+    fault, fine = await asyncio.gather(
+        last(llm.generate("hello", failing)), last(llm.generate("hello", GREEDY)), return_exceptions=True
+    )
+    assert isinstance(fault, ProcessorFault)
+    assert "no such luck" in fault.message
+    assert isinstance(fine, RequestOutput)
+    assert len(fine.outputs[0].token_ids) == 8
+    await assert_idle(llm)

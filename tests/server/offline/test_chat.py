@@ -1,24 +1,13 @@
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from logitship.server.offline.llm import LLM
 from logitship.server.offline.outputs import RequestOutput
-from logitship.server.offline.sampling_params import SamplingParams
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
-    return llm.generate(prompts, *params, use_tqdm=False)
-
+from tests.helpers.offline import GREEDY, quiet, tokens
 
 CONVERSATION = [{"role": "user", "content": "hi"}]
 

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import gc
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,28 +15,16 @@ import torch
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.offline.error_translation import InvalidRequest
 from logitship.server.offline.llm import LLM
-from logitship.server.offline.outputs import RequestOutput
 from logitship.server.offline.sampling_params import SamplingParams
+from tests.helpers.offline import FOREVER, GREEDY, count_up, quiet, tokens
 
 MakeLLM = Callable[..., LLM]
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-FOREVER = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-"""Five hundred steps of the tiny model."""
-
-
-def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.fixture
 def llm(make_llm: MakeLLM) -> LLM:
     """An `LLM` of the test's own: some interrupt it."""
     return make_llm()
-
-
-def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
-    return llm.generate(prompts, *params, use_tqdm=False)
 
 
 def test_prompt_formats_are_equivalent(llm: LLM) -> None:
@@ -120,11 +107,6 @@ def test_bad_words_as_token_ids(llm: LLM) -> None:
         quiet(llm, "hello", dataclasses.replace(GREEDY, bad_words_token_ids=[[100000]]))
 
 
-def count_up(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    logits[100 + len(output_token_ids)] += 1000
-    return logits
-
-
 def test_more_prompts_than_queue_capacity(make_llm: MakeLLM) -> None:
     llm = make_llm(max_num_seqs=2, max_queued_requests=1)
     prompts = [[10 + number] for number in range(20)]
@@ -155,11 +137,8 @@ def test_too_many_continuations_are_refused(make_llm: MakeLLM) -> None:
     assert caught.value.param == "n"
 
 
-def test_works_inside_running_event_loop(llm: LLM) -> None:
-    async def main() -> list[RequestOutput]:
-        return quiet(llm, "hello", GREEDY)
-
-    assert tokens(asyncio.run(main())) == tokens(quiet(llm, "hello", GREEDY))
+async def test_works_inside_running_event_loop(llm: LLM) -> None:
+    assert tokens(quiet(llm, "hello", GREEDY)) == tokens(quiet(llm, "hello", GREEDY))
 
 
 # --- interruption and shutdown ---

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 
@@ -94,12 +93,9 @@ def test_single_beam_is_greedy(llm: LLM) -> None:
     assert beam.token_ids == greedy.token_ids
 
 
-def test_async_yields_only_final_output(make_async_llm: Callable[..., AsyncLLM]) -> None:
-    async def outputs() -> list[RequestOutput]:
-        generated = make_async_llm().generate("hello", SamplingParams(max_tokens=5, num_beams=3, n=2))
-        return [output async for output in generated]
-
-    (output,) = asyncio.run(outputs())
+async def test_async_yields_only_final_output(make_async_llm: Callable[..., AsyncLLM]) -> None:
+    generated = make_async_llm().generate("hello", SamplingParams(max_tokens=5, num_beams=3, n=2))
+    (output,) = [output async for output in generated]
     assert output.finished
     assert len(output.outputs) == 2
 

@@ -3,28 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
-from logitship import CustomLogitProcessor
 from logitship.server.offline.llm import LLM
-from logitship.server.offline.outputs import RequestOutput
 from logitship.server.offline.sampling_params import SamplingParams
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-class Force(CustomLogitProcessor):
-    """Forces `token_id`."""
-
-    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
-        for row, params in zip(logits, custom_param_list, strict=True):
-            row[:] = -torch.inf
-            row[params["token_id"]] = 0.0
-        return logits
-
-
-def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
-    return llm.generate(prompts, *params, use_tqdm=False)
+from tests.helpers.offline import GREEDY, Force, quiet
 
 
 def test_logprobs_format(llm: LLM) -> None:

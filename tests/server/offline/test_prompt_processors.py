@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +13,8 @@ from transformers import LogitsProcessor as HFLogitsProcessor
 from logitship import CustomLogitProcessor
 from logitship.server.offline.error_translation import InvalidRequest
 from logitship.server.offline.llm import LLM
-from logitship.server.offline.outputs import RequestOutput
 from logitship.server.offline.sampling_params import SamplingParams
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-class Force(CustomLogitProcessor):
-    """Forces `token_id`."""
-
-    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
-        for row, params in zip(logits, custom_param_list, strict=True):
-            row[:] = -torch.inf
-            row[params["token_id"]] = 0.0
-        return logits
+from tests.helpers.offline import GREEDY, Force, count_up, quiet, tokens
 
 
 class Add(CustomLogitProcessor):
@@ -36,14 +24,6 @@ class Add(CustomLogitProcessor):
         for row, params in zip(logits, custom_param_list, strict=True):
             row[:] = row.roll(params["by"])
         return logits
-
-
-def tokens(outputs: Sequence[RequestOutput]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
-    return llm.generate(prompts, *params, use_tqdm=False)
 
 
 @pytest.mark.parametrize("wrap", [lambda one: one, lambda one: [one]], ids=["one", "list"])
@@ -97,11 +77,6 @@ def test_entries_without_params_get_custom_params(llm: LLM) -> None:
         logits_processors=[Force, {"processor": Add, "params": {"by": 1}}],
     )
     assert tokens(quiet(llm, "hello", params)) == [[41]]
-
-
-def count_up(output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:
-    logits[100 + len(output_token_ids)] += 1000
-    return logits
 
 
 def repeat_prompt(prompt_token_ids: list[int], output_token_ids: list[int], logits: torch.Tensor) -> torch.Tensor:

@@ -60,34 +60,28 @@ def test_cancelled_waiters_release_slots(seed: int) -> None:
     assert not semaphore._waiters
 
 
-def test_slots_of_waiter_cancelled_on_admission() -> None:
-    async def main() -> None:
-        semaphore = QueueSemaphore(1)
-        await semaphore.acquire(1)
-        first, second = asyncio.create_task(semaphore.acquire(1)), asyncio.create_task(semaphore.acquire(1))
-        await asyncio.sleep(0)
-        semaphore.release(1)  # admits the first, which is cancelled before it runs
-        first.cancel()
-        await asyncio.wait_for(second, 10)
-        assert first.cancelled()
-
-    asyncio.run(main())
+async def test_slots_of_waiter_cancelled_on_admission() -> None:
+    semaphore = QueueSemaphore(1)
+    await semaphore.acquire(1)
+    first, second = asyncio.create_task(semaphore.acquire(1)), asyncio.create_task(semaphore.acquire(1))
+    await asyncio.sleep(0)
+    semaphore.release(1)  # admits the first, which is cancelled before it runs
+    first.cancel()
+    await asyncio.wait_for(second, 10)
+    assert first.cancelled()
 
 
-def test_withdrawn_waiter_has_no_slots() -> None:
-    async def main() -> None:
-        semaphore, owner = QueueSemaphore(2), object()
-        await semaphore.acquire(1)
-        tasks = [asyncio.create_task(semaphore.acquire(2, owner)), asyncio.create_task(semaphore.acquire(1))]
-        cancelled = asyncio.create_task(semaphore.acquire(2, owner))
-        await asyncio.sleep(0)
-        semaphore.withdraw(owner)
-        cancelled.cancel()
-        assert await asyncio.wait_for(asyncio.gather(*tasks), 10) == [False, True]
-        assert semaphore._free == 0
-        assert not semaphore._waiters
-
-    asyncio.run(main())
+async def test_withdrawn_waiter_has_no_slots() -> None:
+    semaphore, owner = QueueSemaphore(2), object()
+    await semaphore.acquire(1)
+    tasks = [asyncio.create_task(semaphore.acquire(2, owner)), asyncio.create_task(semaphore.acquire(1))]
+    cancelled = asyncio.create_task(semaphore.acquire(2, owner))
+    await asyncio.sleep(0)
+    semaphore.withdraw(owner)
+    cancelled.cancel()
+    assert await asyncio.wait_for(asyncio.gather(*tasks), 10) == [False, True]
+    assert semaphore._free == 0
+    assert not semaphore._waiters
 
 
 def test_release_from_another_event_loop() -> None:

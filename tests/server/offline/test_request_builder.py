@@ -7,14 +7,8 @@ import pytest
 
 from logitship.server.offline.error_translation import InvalidRequest
 from logitship.server.offline.llm import LLM
-from logitship.server.offline.outputs import RequestOutput
 from logitship.server.offline.sampling_params import SamplingParams
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-
-
-def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
-    return llm.generate(prompts, *params, use_tqdm=False)
+from tests.helpers.offline import GREEDY, quiet
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,7 @@ from logitship.server.offline.error_translation import InvalidRequest
 from logitship.server.offline.llm import LLM
 from logitship.server.offline.outputs import RequestOutput
 from logitship.server.offline.sampling_params import SamplingParams
-
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-FOREVER = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-"""Five hundred steps of the tiny model."""
+from tests.helpers.offline import FOREVER, GREEDY, quiet
 
 
 class Fails(CustomLogitProcessor):
@@ -25,10 +22,6 @@ class Fails(CustomLogitProcessor):
         if any(len(params["__req__"].output_ids) == 2 for params in custom_param_list):
             raise ZeroDivisionError("no such luck")
         return logits
-
-
-def quiet(llm: LLM, prompts: Any, *params: Any) -> list[RequestOutput]:
-    return llm.generate(prompts, *params, use_tqdm=False)
 
 
 @pytest.mark.parametrize(

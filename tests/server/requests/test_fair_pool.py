@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,7 @@ import pytest
 from logitship.server.refusals import QueueFull
 from logitship.server.requests import fair_pool
 from logitship.server.requests.fair_pool import REST, FairPool
+from tests.helpers.coroutines import run
 
 GENEROUS = 30.0
 
@@ -50,90 +51,69 @@ def pool() -> FairPool:
     return FairPool(3, 10, "test-pool")
 
 
-def run(coroutine: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(coroutine, GENEROUS))
-
-
 def start(pool: FairPool, tenant: str, function: Callable[[], Any]) -> asyncio.Task[Any]:
     return asyncio.create_task(pool.run(tenant, function))
 
 
-def test_returns_and_raises_what_the_function_does(pool: FairPool) -> None:
-    async def scenario() -> None:
-        assert await pool.run("a", int, "11", base=2) == 3
-        with pytest.raises(ValueError, match="invalid literal"):
-            await pool.run("a", int, "x")
-
-    run(scenario())
+async def test_returns_and_raises_what_the_function_does(pool: FairPool) -> None:
+    assert await pool.run("a", int, "11", base=2) == 3
+    with pytest.raises(ValueError, match="invalid literal"):
+        await pool.run("a", int, "x")
 
 
-def test_first_job_of_another_tenant_starts_at_once(pool: FairPool, blocker: Blocker) -> None:
-    async def scenario() -> None:
-        theirs = [start(pool, "a", blocker) for _ in range(10)]
-        await blocker.wait_until_running(2)
-        assert await pool.run("b", threading.get_ident)
-        while pool.num_running > 2:  # a result arrives before its thread has counted it
-            await asyncio.sleep(0.001)
-        assert pool.num_waiting == 8
-        blocker.gate.set()
-        assert await asyncio.gather(*theirs) == ["done"] * 10
-        while pool.num_running:
-            await asyncio.sleep(0.001)
-        assert pool.num_waiting == 0
-
-    run(scenario())
+async def test_first_job_of_another_tenant_starts_at_once(pool: FairPool, blocker: Blocker) -> None:
+    theirs = [start(pool, "a", blocker) for _ in range(10)]
+    await blocker.wait_until_running(2)
+    assert await pool.run("b", threading.get_ident)
+    while pool.num_running > 2:  # a result arrives before its thread has counted it
+        await asyncio.sleep(0.001)
+    assert pool.num_waiting == 8
+    blocker.gate.set()
+    assert await asyncio.gather(*theirs) == ["done"] * 10
+    while pool.num_running:
+        await asyncio.sleep(0.001)
+    assert pool.num_waiting == 0
 
 
-def test_waiting_jobs_are_taken_in_turns(pool: FairPool, blocker: Blocker) -> None:
+async def test_waiting_jobs_are_taken_in_turns(pool: FairPool, blocker: Blocker) -> None:
     """Three tenants occupy the threads; of what waits, each gets its first job before any gets its second."""
     ran: list[str] = []
-
-    async def scenario() -> None:
-        running = [start(pool, tenant, blocker) for tenant in "xyz"]
-        await blocker.wait_until_running(3)
-        waiting = [start(pool, tenant, lambda tenant=tenant: ran.append(tenant)) for tenant in "aaaabbcc"]
-        await asyncio.sleep(0)
-        blocker.gate.set()
-        await asyncio.gather(*running, *waiting)
-
-    run(scenario())
+    running = [start(pool, tenant, blocker) for tenant in "xyz"]
+    await blocker.wait_until_running(3)
+    waiting = [start(pool, tenant, lambda tenant=tenant: ran.append(tenant)) for tenant in "aaaabbcc"]
+    await asyncio.sleep(0)
+    blocker.gate.set()
+    await asyncio.gather(*running, *waiting)
     assert sorted(ran[:3]) == ["a", "b", "c"]
     assert sorted(ran[3:6]) == ["a", "b", "c"]
 
 
-def test_cancelled_caller_frees_its_place_at_once(blocker: Blocker) -> None:
+async def test_cancelled_caller_frees_its_place_at_once(blocker: Blocker) -> None:
     pool = FairPool(2, 1, "test-pool")
     ran: list[str] = []
-
-    async def scenario() -> None:
-        running = start(pool, "a", blocker)
-        await blocker.wait_until_running(1)
-        waiting = start(pool, "a", lambda: ran.append("cancelled"))
-        await asyncio.sleep(0)
-        with pytest.raises(QueueFull, match="1 of your requests wait"):
-            await pool.run("a", int)
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert pool.num_waiting == 0
-        next_one = start(pool, "a", lambda: ran.append("next"))
-        blocker.gate.set()
-        await asyncio.gather(running, next_one)
-
-    run(scenario())
+    running = start(pool, "a", blocker)
+    await blocker.wait_until_running(1)
+    waiting = start(pool, "a", lambda: ran.append("cancelled"))
+    await asyncio.sleep(0)
+    with pytest.raises(QueueFull, match="1 of your requests wait"):
+        await pool.run("a", int)
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert pool.num_waiting == 0
+    next_one = start(pool, "a", lambda: ran.append("next"))
+    blocker.gate.set()
+    await asyncio.gather(running, next_one)
     assert ran == ["next"]
 
 
-def test_caller_may_be_cancelled_while_its_job_runs(pool: FairPool, blocker: Blocker) -> None:
-    async def scenario() -> None:
-        running = start(pool, "a", blocker)
-        await blocker.wait_until_running(1)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        blocker.gate.set()
-        assert await pool.run("a", int) == 0
-
-    run(scenario())
+async def test_caller_may_be_cancelled_while_its_job_runs(pool: FairPool, blocker: Blocker) -> None:
+    running = start(pool, "a", blocker)
+    await blocker.wait_until_running(1)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    blocker.gate.set()
+    assert await pool.run("a", int) == 0
 
 
 def test_threads_are_reused_and_bounded(pool: FairPool) -> None:
@@ -187,7 +167,7 @@ def test_what_a_job_holds_is_freed_without_the_garbage_collector(pool: FairPool,
         gc.enable()
 
 
-def test_threads_rest_after_long_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_threads_rest_after_long_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     rests: list[float] = []
     rested = threading.Event()
 
@@ -207,17 +187,14 @@ def test_threads_rest_after_long_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
         while time.thread_time() < end:
             pass
 
-    async def scenario() -> None:
-        await pool.run("a", spin, 0.0)
-        await pool.run("a", spin, 0.05)
-        assert await asyncio.to_thread(rested.wait, GENEROUS)
-
-    run(scenario())
+    await pool.run("a", spin, 0.0)
+    await pool.run("a", spin, 0.05)
+    assert await asyncio.to_thread(rested.wait, GENEROUS)
     assert len(rests) == 1
     assert rests[0] >= REST * 0.05
 
 
-def test_results_come_before_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_results_come_before_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     resumes = threading.Event()
 
     class Time:
@@ -230,44 +207,33 @@ def test_results_come_before_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fair_pool, "time", Time)
     pool = FairPool(2, 10, "test-pool")
-
-    async def scenario() -> None:
-        assert await pool.run("a", int, "3") == 3
-        waiting = start(pool, "a", lambda: 4)
-        await asyncio.sleep(0)
-        assert (pool.num_running, pool.num_waiting) == (1, 1)  # a tenant whose thread rests does not get another
-        resumes.set()
-        assert await waiting == 4
-
-    run(scenario())
+    assert await pool.run("a", int, "3") == 3
+    waiting = start(pool, "a", lambda: 4)
+    await asyncio.sleep(0)
+    assert (pool.num_running, pool.num_waiting) == (1, 1)  # a tenant whose thread rests does not get another
+    resumes.set()
+    assert await waiting == 4
 
 
-def test_jobs_run_at_a_low_priority(pool: FairPool) -> None:
+async def test_jobs_run_at_a_low_priority(pool: FairPool) -> None:
     def nice() -> int:
         return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
 
     own = nice()
-
-    async def scenario() -> None:
-        assert await pool.run("a", nice) == max(own, fair_pool._NICE)
-
-    run(scenario())
+    assert await pool.run("a", nice) == max(own, fair_pool._NICE)
     assert nice() == own
 
 
-def test_idle_threads_end_and_start_again() -> None:
+async def test_idle_threads_end_and_start_again() -> None:
     pool = FairPool(3, 10, "idle-pool", idle=0.001)
 
     def threads() -> list[threading.Thread]:
         return [thread for thread in threading.enumerate() if thread.name.startswith("idle-pool")]
 
-    async def scenario() -> None:
-        first = await pool.run("a", threading.current_thread)
-        await asyncio.to_thread(first.join, GENEROUS)
-        assert not threads()
-        assert await asyncio.gather(*(start(pool, "a", lambda: "again") for _ in range(5))) == ["again"] * 5
-        for thread in threads():
-            await asyncio.to_thread(thread.join, GENEROUS)
-        assert not threads()
-
-    run(scenario())
+    first = await pool.run("a", threading.current_thread)
+    await asyncio.to_thread(first.join, GENEROUS)
+    assert not threads()
+    assert await asyncio.gather(*(start(pool, "a", lambda: "again") for _ in range(5))) == ["again"] * 5
+    for thread in threads():
+        await asyncio.to_thread(thread.join, GENEROUS)
+    assert not threads()

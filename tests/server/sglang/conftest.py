@@ -17,31 +17,12 @@ from logitship.server.sglang.generate_fields import ADMITTED
 from logitship.server.sglang.sampling_ranks import SamplingRanks
 from logitship.server.sglang.sglang_settings import SglangSettings
 from logitship.server.sglang.step_processors import StepProcessors
+from tests.helpers.processors import CHECKS_HISTORY
 
 from ..vllm.early_executor import EarlyExecutor  # noqa: TID252
 from .fake_scheduler import EOS, MAX_ROWS, VOCAB_SIZE, FakeReq
 
 MakeReq = Callable[..., FakeReq]
-
-CHECKS_HISTORY = '''
-from logitship import CustomLogitProcessor
-
-class ChecksHistory(CustomLogitProcessor):
-    """The n-th call forces token first + n, and fails unless its history is the tokens it forced so far."""
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in enumerate(custom_param_list):
-            request = params["__req__"]
-            calls = request.state.setdefault("calls", 0)
-            request.state["calls"] = calls + 1
-            expected = [params["first"] + call for call in range(calls)]
-            if list(request.output_ids) != expected or request.origin_input_ids != [7] * params["prompt"]:
-                raise AssertionError(f"call {calls} saw {request.output_ids}")
-            if calls == params.get("fails_at"):
-                raise RuntimeError("requested")
-            logits[row] = -float("inf")
-            logits[row, params["first"] + calls] = 0.0
-        return logits
-'''
 
 
 class FinishAbort(SimpleNamespace):
@@ -101,7 +82,7 @@ def make_req() -> MakeReq:
     def make(
         rid: str = "r", *, prompt: int = 3, tokens: int = 8, first: int | None = 2, own: int = 0, **params: Any
     ) -> FakeReq:
-        source = CHECKS_HISTORY + (f"# {rid}" if params.get("fails_at") is not None else "#" * own)
+        source = CHECKS_HISTORY.source + (f"# {rid}" if params.get("fails_at") is not None else "#" * own)
         string = ADMITTED + json.dumps({"source": source, "class_name": "ChecksHistory"})
         custom_params = None if first is None else {"first": first, "prompt": prompt, "__req__": object(), **params}
         sampling = SimpleNamespace(

@@ -13,10 +13,9 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.server.sglang.front_end import FrontEnd
 from logitship.server.sglang.generate_fields import ADMITTED, read_processors
 from logitship.server.sglang.sglang_settings import SglangSettings
+from tests.helpers.processors import CHECKS_HISTORY
 
-from .conftest import CHECKS_HISTORY
-
-SOURCE = json.dumps({"source": CHECKS_HISTORY, "class_name": "ChecksHistory"})
+SOURCE = json.dumps({"source": CHECKS_HISTORY.source, "class_name": "ChecksHistory"})
 COUNTS = json.dumps(
     {
         "class_name": "Counts",

@@ -15,32 +15,13 @@ from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.settings import VllmSettings
 from logitship.server.vllm.shipped_batch import ShippedBatch
 from logitship.server.vllm.vllm_processors import VllmProcessors, for_execution
+from tests.helpers.processors import CHECKS_HISTORY
 
 from .early_executor import EarlyExecutor
 from .fake_runner import EOS, FAULT_TOKEN, MAX_ROWS, VOCAB_SIZE, OneRank, Record, Runner
 
 MakeParams = Callable[..., Any]
 MakeBatch = Callable[[Runner], ShippedBatch]
-
-CHECKS_HISTORY = '''
-from logitship import CustomLogitProcessor
-
-class ChecksHistory(CustomLogitProcessor):
-    """The n-th call forces token first + n, and fails unless its history is the tokens it forced so far."""
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in enumerate(custom_param_list):
-            request = params["__req__"]
-            calls = request.state.setdefault("calls", 0)
-            request.state["calls"] = calls + 1
-            expected = [params["first"] + call for call in range(calls)]
-            if list(request.output_ids) != expected or request.origin_input_ids != [7] * params["prompt"]:
-                raise AssertionError(f"call {calls} saw {request.output_ids}")
-            if calls == params.get("fails_at"):
-                raise RuntimeError("requested")
-            logits[row] = -float("inf")
-            logits[row, params["first"] + calls] = 0.0
-        return logits
-'''
 
 
 @pytest.fixture
@@ -54,7 +35,7 @@ def early_executor(monkeypatch: pytest.MonkeyPatch) -> EarlyExecutor:
 @pytest.fixture
 def processor_string() -> str:
     """`ChecksHistory` in source form, with parameters `first`, `prompt` (its length) and `fails_at`."""
-    return json.dumps({"source": CHECKS_HISTORY, "class_name": "ChecksHistory"})
+    return json.dumps({"source": CHECKS_HISTORY.source, "class_name": "ChecksHistory"})
 
 
 @pytest.fixture
