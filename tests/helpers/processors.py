@@ -32,6 +32,18 @@ def shipped_by_row(name: str, body: str) -> SourceProcessor:
 
 
 BOOST = shipped_by_row("Boost", 'row[params["token_id"]] += params.get("by", 1000.0)')
+BAN = shipped_by_row("Ban", 'row[params["token_ids"]] = -torch.inf')
+COUNTDOWN = shipped_by_row(
+    "Countdown",
+    """
+    # Force the number of tokens before this one, plus `plus`; fail if the history is not exact.
+    position = len(req.origin_input_ids) + len(req.output_ids)
+    assert req.state.setdefault("next", position) == position
+    req.state["next"] = position + 1
+    row[:] = -torch.inf
+    row[(position + params.get("plus", 0)) % req.vocab_size] = 0.0
+    """,
+)
 CHECKS_HISTORY = shipped_by_row(
     "ChecksHistory",
     """

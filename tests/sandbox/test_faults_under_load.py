@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +29,6 @@ from logitship.client.serialization.processor_string import (
     ProcessorString,
     SourceProcessor,
 )
-from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.cpu_time import BACKSTOP, DEFERRED_BACKSTOP
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.server.config import ServerConfig
@@ -38,7 +37,10 @@ from logitship.server.engine.build import build_engine
 from logitship.server.http.app import create_app
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.refusals import BadRequest
-from logitship.server.requests.messages import FinishReason, GenerationRequest, ProcessorRequest
+from logitship.server.requests.messages import FinishReason, GenerationRequest
+from tests.helpers.coroutines import run
+from tests.helpers.engine_requests import generate, request
+from tests.helpers.processors import BAN, shipped
 
 STEP_TIMEOUT = 1.0
 LOAD_TIMEOUT = 6.0
@@ -50,36 +52,19 @@ call only gets what others leave of the cores."""
 LENGTH = 120
 OFFENDER_LENGTH = 40
 
-BAN = SourceProcessor(
-    """
-from logitship import CustomLogitProcessor
-
-class Ban(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in zip(logits, custom_param_list):
-            row[params["token_ids"]] = -float("inf")
-        return logits
-""",
-    "Ban",
-)
-NO_REPEAT = SourceProcessor(
-    """
-import torch
-from logitship import CustomLogitProcessor
-
-class NoRepeat(CustomLogitProcessor):
-    '''Bans the last tokens. Keeps them in the sequence's state, and fails if the history is not exact.'''
-    def __call__(self, logits, custom_param_list=None):
-        result = logits.clone()
-        for row, params in enumerate(custom_param_list):
-            req = params["__req__"]
-            seen = req.state.setdefault("seen", [])
-            assert seen == req.output_ids[:-1]
-            seen += req.output_ids[len(seen):]
-            result[row, seen[-params.get("last", 20):]] = -torch.inf
-        return result
-""",
+NO_REPEAT = shipped(
     "NoRepeat",
+    """
+    # Ban the last tokens. Keep them in the sequence's state, and fail if the history is not exact.
+    result = logits.clone()
+    for row, params in enumerate(custom_param_list):
+        req = params["__req__"]
+        seen = req.state.setdefault("seen", [])
+        assert seen == req.output_ids[:-1]
+        seen += req.output_ids[len(seen):]
+        result[row, seen[-params.get("last", 20):]] = -torch.inf
+    return result
+    """,
 )
 OFFENDER = """
 import ctypes, os, signal, struct, sys, time
@@ -119,15 +104,8 @@ class Stream:
     sampling: dict[str, Any] = field(default_factory=dict)
 
     def request(self, length: int = LENGTH) -> GenerationRequest:
-        prompt = [4 + byte for byte in f"a prompt for {self.name}".encode()]
-        sampling = {"max_tokens": length, "ignore_eos": True, **self.sampling}
-        return GenerationRequest(
-            rid=f"{self.name} {next(NUMBERS)}",
-            tenant=self.tenant,
-            prompt_token_ids=prompt,
-            processors=tuple(ProcessorRequest(string, params) for string, params in self.processors),
-            sampling_params=SamplingParams(**sampling),
-        )
+        rid, prompt = f"{self.name} {next(NUMBERS)}", f"a prompt for {self.name}"
+        return request(rid, prompt, self.processors, tenant=self.tenant, **{"max_tokens": length, **self.sampling})
 
 
 GREEDY: dict[str, Any] = {"temperature": 0}
@@ -172,14 +150,10 @@ def sixteen_streams(offending: SourceProcessor, share_sandbox: bool) -> list[Str
     ]
 
 
-async def run_through(engine: AsyncEngine, request: GenerationRequest) -> tuple[list[int], FinishReason]:
+async def run_through(engine: AsyncEngine, wanted: GenerationRequest) -> tuple[list[int], FinishReason]:
     """Return a request's tokens and finish reason."""
-    tokens: list[int] = []
-    async for chunk in await engine.submit(request):
-        tokens += chunk.token_ids
-        last = chunk
-    assert last.finish_reason is not None
-    return tokens, last.finish_reason
+    output = await generate(engine, wanted)
+    return output.token_ids, output.finish_reason
 
 
 class OtherStreams:
@@ -257,16 +231,8 @@ def loaded(loaded_model: LoadedModel, sandbox_processes: Any) -> Iterator[Loaded
         assert all(reason.kind == "length" for _, reason in results)
         return {stream.name: tokens for stream, (tokens, _) in zip(streams, results, strict=True)}
 
-    yield Loaded(engine, create_app(engine), run(undisturbed()))
+    yield Loaded(engine, create_app(engine), run(undisturbed(), timeout=240))
     engine.stop()
-
-
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    async def bounded() -> Any:
-        async with asyncio.timeout(240):
-            return await coroutine
-
-    return asyncio.run(bounded())
 
 
 @dataclass(frozen=True)
@@ -538,7 +504,7 @@ def test_fault_ends_only_the_faulty_requests(loaded: Loaded, case: FaultCase) ->
             assert reason.kind == "length"
         return [first, second], answer, tokens
 
-    ends, answer, tokens = run(scene())
+    ends, answer, tokens = run(scene(), timeout=240)
     expected = loaded.expected["same sandbox"]
     assert tokens == expected[:OFFENDER_LENGTH]
     for ended, from_step in zip(ends, (0, 5), strict=True):
@@ -658,7 +624,7 @@ def test_processor_that_cannot_be_loaded_is_refused(loaded: Loaded, case: LoadCa
                 assert_no_server_paths(caught.value.message)
             return await post(loaded.app, {"input_ids": [5], "custom_logit_processor": string_json(case.string)})
 
-    answer = run(scene())
+    answer = run(scene(), timeout=240)
     assert answer.status_code == 400
     assert re.search(case.message, answer.json()["error"]["message"])
     assert_no_server_paths(answer.text)
@@ -692,7 +658,7 @@ def test_what_is_printed_is_in_the_receipt_and_in_the_error(loaded: Loaded, faul
         failing = sampling | {"custom_params": {"fails_at": 2}}
         return fine, await post(loaded.app, body | {"sampling_params": failing})
 
-    fine, failed = run(scene())
+    fine, failed = run(scene(), timeout=240)
     (receipt,) = fine.json()["meta_info"]["receipts"]
     assert receipt["printed"] == "created; step 0\nstep 1\nstep 2\n"
     # A call that raises is repeated, and prints again.
@@ -701,7 +667,8 @@ def test_what_is_printed_is_in_the_receipt_and_in_the_error(loaded: Loaded, faul
 
 def test_what_is_printed_is_in_the_load_error(loaded: Loaded) -> None:
     source = "print('here')\nprint('and there')\n1 / 0"
-    answer = run(post(loaded.app, {"input_ids": [5], "custom_logit_processor": {"source": source, "class_name": "P"}}))
+    string = {"source": source, "class_name": "P"}
+    answer = run(post(loaded.app, {"input_ids": [5], "custom_logit_processor": string}), timeout=240)
     assert "ZeroDivisionError" in answer.json()["error"]["message"]
     assert answer.json()["error"]["message"].endswith("It printed:\nhere\nand there\n")
 
@@ -714,7 +681,7 @@ def test_processor_over_size_limit_is_refused(loaded: Loaded) -> None:
         async with others.running():
             return await post(loaded.app, {"input_ids": [5], "custom_logit_processor": source})
 
-    answer = run(scene())
+    answer = run(scene(), timeout=240)
     assert answer.status_code in (400, 413)
     assert "1048576" in answer.json()["error"]["message"]
 
@@ -738,7 +705,7 @@ def test_parameters_over_the_memory_limit(loaded: Loaded) -> None:
             tokens, _ = await run_through(loaded.engine, fitting.request(OFFENDER_LENGTH))
         return tokens
 
-    assert run(scene()) == loaded.expected["same sandbox"][:OFFENDER_LENGTH]
+    assert run(scene(), timeout=240) == loaded.expected["same sandbox"][:OFFENDER_LENGTH]
 
 
 def sandboxes_in_use(engine: AsyncEngine) -> set[Sandbox]:
@@ -772,4 +739,4 @@ def test_computing_after_the_last_answer_is_limited(loaded: Loaded) -> None:
             again, _ = await run_through(loaded.engine, offender_stream(string, 1000).request(OFFENDER_LENGTH))
         return again
 
-    assert run(scene()) == loaded.expected["same sandbox"][:OFFENDER_LENGTH]
+    assert run(scene(), timeout=240) == loaded.expected["same sandbox"][:OFFENDER_LENGTH]

@@ -16,7 +16,7 @@ import select
 import signal
 import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 
 from logitship.client.serialization.processor_string import SourceProcessor
-from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox import zygote_process
 from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.zygote_process import ZygoteProcess
@@ -35,7 +34,10 @@ from logitship.server.engine.build import build_engine
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import ModelRunner
 from logitship.server.refusals import BadRequest, ServiceUnavailable
-from logitship.server.requests.messages import FinishReason, GenerationRequest, ProcessorRequest
+from logitship.server.requests.messages import FinishReason, GenerationRequest
+from tests.helpers.coroutines import run
+from tests.helpers.engine_requests import generate, request
+from tests.helpers.processors import COUNTDOWN, shipped
 
 KILLS = 200
 LENGTH = 12
@@ -47,36 +49,14 @@ PASSES = {"before a fork": 2, "after a fork": 2}
 """Passes of a trace point from which one is chosen. Forks are rare, and each is the first of its sandbox."""
 NUMBERS = itertools.count()
 
-COUNTDOWN = SourceProcessor(
-    """
-from logitship import CustomLogitProcessor
-
-class Countdown(CustomLogitProcessor):
-    '''Forces the number of tokens before this one; fails if the history is not exact.'''
-    def __call__(self, logits, custom_param_list=None):
-        for row, params in zip(logits, custom_param_list):
-            req = params["__req__"]
-            position = len(req.origin_input_ids) + len(req.output_ids)
-            assert req.state.setdefault("next", position) == position
-            req.state["next"] = position + 1
-            row[:] = -float("inf")
-            row[(position + params["plus"]) % req.vocab_size] = 0.0
-        return logits
-""",
-    "Countdown",
-)
-BAN = SourceProcessor(
-    """
-from logitship import CustomLogitProcessor
-
-class Ban(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        result = logits.clone()
-        for row, params in zip(result, custom_param_list):
-            row[params["token_ids"]] = -float("inf")
-        return result
-""",
+BAN = shipped(
     "Ban",
+    """
+    result = logits.clone()
+    for row, params in zip(result, custom_param_list):
+        row[params["token_ids"]] = -torch.inf
+    return result
+    """,
 )
 
 
@@ -96,15 +76,9 @@ class Stream:
 
     def request(self) -> GenerationRequest:
         number = next(NUMBERS)
-        return GenerationRequest(
-            rid=f"{self.name} {number}",
-            tenant=self.tenant,
-            prompt_token_ids=[4 + byte for byte in self.name.encode()],
-            processors=tuple(
-                ProcessorRequest(self._string(string, number), params) for string, params in self.processors
-            ),
-            sampling_params=SamplingParams(max_tokens=LENGTH, ignore_eos=True, seed=self.seed),
-        )
+        processors = [(self._string(string, number), params) for string, params in self.processors]
+        rid = f"{self.name} {number}"
+        return request(rid, self.name, processors, tenant=self.tenant, max_tokens=LENGTH, seed=self.seed)
 
     def _string(self, string: SourceProcessor, number: int) -> SourceProcessor:
         return (
@@ -127,23 +101,11 @@ SANDBOXED = [
 ]
 
 
-async def run_through(engine: AsyncEngine, request: GenerationRequest) -> tuple[list[int], FinishReason]:
+async def run_through(engine: AsyncEngine, wanted: GenerationRequest) -> tuple[list[int], FinishReason]:
     """Return a request's tokens and finish reason. It must end in time, possibly with an error."""
-    tokens: list[int] = []
     async with asyncio.timeout(PATIENCE):
-        async for chunk in await engine.submit(request):
-            tokens += chunk.token_ids
-            last = chunk
-    assert last.finish_reason is not None
-    return tokens, last.finish_reason
-
-
-def run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    async def bounded() -> Any:
-        async with asyncio.timeout(800):
-            return await coroutine
-
-    return asyncio.run(bounded())
+        output = await generate(engine, wanted)
+    return output.token_ids, output.finish_reason
 
 
 def config(**settings: Any) -> ServerConfig:
@@ -413,7 +375,7 @@ def test_kills_under_load(loaded_model: LoadedModel, sandbox_processes: Any, tra
         return load.ends, before, after
 
     try:
-        ends, before, after = run(scene())
+        ends, before, after = run(scene(), timeout=800)
     finally:
         engine.stop()
     assert killed.total() == KILLS
@@ -444,7 +406,7 @@ def test_engines_are_independent(loaded_model: LoadedModel, sandbox_processes: A
         assert await undisturbed(first) == expected
 
     try:
-        run(scene())
+        run(scene(), timeout=800)
         assert first_processes.items() <= sandbox_processes.roles().items()
     finally:
         first.stop()
@@ -458,7 +420,7 @@ def test_engine_stop_kills_stopped_processes(
 ) -> None:
     monkeypatch.setattr(zygote_process, "END_TIMEOUT", 0.2)
     engine = build_engine(config(), loaded_model)
-    run(undisturbed(engine))
+    run(undisturbed(engine), timeout=800)
     for process in sandbox_processes.of(stuck):
         os.kill(process, signal.SIGSTOP)
     engine.stop()

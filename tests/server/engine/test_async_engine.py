@@ -31,19 +31,8 @@ from tests.helpers.engine_requests import (
     generate_together,
     request,
 )
-from tests.helpers.processors import BOOST, shipped, shipped_by_row
+from tests.helpers.processors import BOOST, COUNTDOWN, shipped, shipped_by_row
 
-COUNTDOWN = shipped_by_row(
-    "Countdown",
-    """
-    # Force the number of tokens before this one; fail if the history is not exact.
-    position = len(req.origin_input_ids) + len(req.output_ids)
-    assert req.state.setdefault("next", position) == position
-    req.state["next"] = position + 1
-    row[:] = -torch.inf
-    row[position % req.vocab_size] = 0.0
-    """,
-)
 RAISES = shipped(
     "Raises",
     """
