@@ -8,6 +8,7 @@ import pytest
 
 from logitship.server.http.auth import ApiKeys, Caller
 from logitship.server.refusals import SHIPPING_IS_OFF, Forbidden
+from tests.helpers.answers import error_of
 
 KEY = "kéyà"  # as UTF-8, it ends with a byte that Latin-1 takes for a space
 SHIPPING_KEY = "may ship"
@@ -34,8 +35,7 @@ def locked(make_fake_engine: Any, make_client: Any) -> Any:
 def test_wrong_key(path: str, header: str | None, locked: Any) -> None:
     headers = {} if header is None else {"Authorization": header.encode()}
     answer = locked.http.get(path, headers=headers)
-    assert answer.status_code == 401
-    assert answer.json()["error"]["code"] == "invalid_api_key"
+    assert error_of(answer, 401)["code"] == "invalid_api_key"
     assert answer.headers["www-authenticate"] == "Bearer"
 
 
@@ -145,9 +145,7 @@ def bodies(processor: Any) -> list[tuple[str, Any, str]]:
 @pytest.mark.parametrize("processor", [SOURCE, PICKLED])
 def test_shipping_requires_a_shipping_key(processor: Any, post: Callable[..., Any], divided_engine: Any) -> None:
     for path, body, at in bodies(processor):
-        refused = post(path, body, KEY)
-        assert refused.status_code == 403
-        error = refused.json()["error"]
+        error = error_of(post(path, body, KEY), 403)
         assert (error["type"], error["param"], error["code"]) == ("permission_error", at, None)
         assert "--shipping-api-key" in error["message"]
         assert not divided_engine.requests
@@ -165,9 +163,7 @@ def test_named_processors_need_no_shipping_key(processor: Any, post: Callable[..
 
 @pytest.mark.parametrize("form", [SOURCE, PICKLED, INSTALLED])
 def test_registering_requires_a_shipping_key(form: Any, post: Callable[..., Any], divided_engine: Any) -> None:
-    refused = post("/v1/processors", form, KEY)
-    assert refused.status_code == 403
-    assert refused.json()["error"]["type"] == "permission_error"
+    assert error_of(post("/v1/processors", form, KEY), 403)["type"] == "permission_error"
     assert not divided_engine.registered
     assert post("/v1/processors", form, SHIPPING_KEY).status_code == 200
     ((_, tenant),) = divided_engine.registered
@@ -205,8 +201,6 @@ def test_processor_not_on_the_allow_list(shipping_client: Any, shipping_engine: 
             continue  # this engine would refuse the first prompt
         place = "processors[1]" if "logits_processors" in body else "processors[0]"
         shipping_engine.refuse_all = Forbidden("the processor sha256:0 is not allowed", param=place)
-        refused = shipping_client.post(path, body)
-        assert refused.status_code == 403
-        error = refused.json()["error"]
+        error = error_of(shipping_client.post(path, body), 403)
         assert (error["type"], error["param"]) == ("permission_error", at)
         assert error["message"] == f"{at}: the processor sha256:0 is not allowed"

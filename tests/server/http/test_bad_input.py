@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.answers import error_of
+
 SHIPPING_IS_OFF = (
     "The server is not configured to enable custom logit processor. "
     "Please set `--enable-custom-logit-processor` to enable this feature."
@@ -244,9 +246,7 @@ def _cases() -> Iterator[Case]:
 
 @pytest.mark.parametrize("case", list(_cases()), ids=str)
 def test_refusal_names_the_field(case: Case, shipping_client: Any, shipping_engine: Any) -> None:
-    answer = shipping_client.post(case.path, {**GOOD[case.path], **case.change})
-    assert answer.status_code == case.status, answer.text
-    error = answer.json()["error"]
+    error = error_of(shipping_client.post(case.path, {**GOOD[case.path], **case.change}), case.status)
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["param"] == case.param
     assert case.param.split(".")[-1].split("[")[0] in error["message"]
@@ -260,9 +260,7 @@ def test_refusal_names_the_field(case: Case, shipping_client: Any, shipping_engi
     "body", [b"", b"{", b'{"text": NaN}', b'{"a": Infinity}', b'{"a": 1e999}', b"\xff", b"[" * 500, b'{"a": 1} x']
 )
 def test_malformed_json(path: str, body: bytes, client: Any) -> None:
-    answer = client.http.post(path, content=body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+    error = error_of(client.http.post(path, content=body))
     assert error["message"].startswith("the request body is not JSON: ")
     assert "line 1 column" in error["message"]
     assert error["type"] == "invalid_request_error"
@@ -271,18 +269,15 @@ def test_malformed_json(path: str, body: bytes, client: Any) -> None:
 
 @pytest.mark.parametrize("path", GOOD)
 def test_nesting(path: str, client: Any) -> None:
-    answer = client.http.post(path, content=b"[" * 5000)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "the request body is nested deeper than 512 levels"
+    error = error_of(client.http.post(path, content=b"[" * 5000))
+    assert error["message"] == "the request body is nested deeper than 512 levels"
     client.ok(path, GOOD[path])
 
 
 @pytest.mark.parametrize("path", GOOD)
 @pytest.mark.parametrize("body", ["5", "[]", '"a"', "null"])
 def test_body_is_not_an_object(path: str, body: str, client: Any) -> None:
-    answer = client.http.post(path, content=body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "the request body: must be a JSON object"
+    assert error_of(client.http.post(path, content=body))["message"] == "the request body: must be a JSON object"
 
 
 @pytest.mark.parametrize("path", GOOD)
@@ -290,10 +285,9 @@ def test_body_is_not_an_object(path: str, body: str, client: Any) -> None:
     "processor", [{"callable": "80"}, {"source": "x", "class_name": "X"}, {"digest": "sha256:" + "a" * 64}]
 )
 def test_shipped_code_requires_the_flag(path: str, processor: dict[str, str], client: Any, engine: Any) -> None:
-    answer = client.post(path, {**GOOD[path], "custom_logit_processor": processor})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == SHIPPING_IS_OFF
-    assert answer.json()["error"]["param"] == "custom_logit_processor"
+    error = error_of(client.post(path, {**GOOD[path], "custom_logit_processor": processor}))
+    assert error["message"] == SHIPPING_IS_OFF
+    assert error["param"] == "custom_logit_processor"
     assert not engine.requests
     client.ok(path, {**GOOD[path], "custom_logit_processor": {"name": "installed"}})
 

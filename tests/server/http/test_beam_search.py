@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from logitship.server.requests.messages import BeamSearch
+from tests.helpers.answers import error_of
 
 COMPLETIONS, CHAT, GENERATE = "/v1/completions", "/v1/chat/completions", "/generate"
 BODY: dict[str, Any] = {"prompt": "hello", "max_tokens": 6}
@@ -85,9 +86,7 @@ def test_refusals_on_both_apis(client: Any, fields: dict[str, Any], param: str, 
         (COMPLETIONS, {**BODY, **fields}, ""),
         (GENERATE, {"text": "x", "sampling_params": fields}, "sampling_params."),
     ):
-        answer = client.post(path, body)
-        assert answer.status_code == 400, answer.text
-        error = answer.json()["error"]
+        error = error_of(client.post(path, body))
         assert error["param"] == f"{at}{param}"
         assert says in error["message"]
 
@@ -111,10 +110,9 @@ def test_batch_asks_for_the_beams_of_each_prompt(make_engine: Callable[..., Any]
     client = make_client(make_engine(max_num_seqs=4, max_queued_requests=4))
     samplings = [{"max_new_tokens": 1}] * 4 + [{"max_new_tokens": 1, "num_beams": 4}]
     assert len(client.ok(GENERATE, {"text": ["a"] * 5, "sampling_params": samplings})) == 5
-    answer = client.post(GENERATE, {"text": ["a"] * 6, "sampling_params": [{}, *samplings]})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "sampling_params[5].num_beams"
-    assert "asks for 9 continuations, this server takes at most 8" in answer.json()["error"]["message"]
+    error = error_of(client.post(GENERATE, {"text": ["a"] * 6, "sampling_params": [{}, *samplings]}))
+    assert error["param"] == "sampling_params[5].num_beams"
+    assert "asks for 9 continuations, this server takes at most 8" in error["message"]
 
 
 def test_completions(beams: Any) -> None:

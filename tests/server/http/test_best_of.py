@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from logitship.server.requests.messages import FinishReason, GenerationChunk, GenerationRequest, TokenLogprobs
+from tests.helpers.answers import error_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 LOGPROBS = [-3.0, -1.0, -2.0, -0.5]
@@ -71,9 +72,7 @@ def test_best_of_equal_to_n_keeps_the_order(client: Any, engine: Any, body: dict
 
 def test_fault_of_any_continuation_fails_the_request(client: Any, engine: Any, failing: Any) -> None:
     engine.script = failing
-    answer = client.post(COMPLETIONS, {"prompt": "x", "best_of": 3})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["type"] == "ProcessorFault"
+    assert error_of(client.post(COMPLETIONS, {"prompt": "x", "best_of": 3}))["type"] == "ProcessorFault"
 
 
 def test_engine_returns_the_best_of_n(make_engine: Callable[..., Any], make_client: Callable[[Any], Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 from starlette.websockets import WebSocketDisconnect
 
 from logitship.server.http.cross_origin import AllowedHosts, is_same_origin
+from tests.helpers.answers import error_of
 
 BODY = {"text": "a"}
 SITE = "https://app.example.org"
@@ -32,12 +33,6 @@ OWN: list[dict[str, str]] = [
     {"Sec-Fetch-Site": "none"},
 ]
 LINK = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document"}
-
-
-def error_of(answer: Any, status: int) -> dict[str, Any]:
-    assert answer.status_code == status, answer.text
-    error: dict[str, Any] = answer.json()["error"]
-    return error
 
 
 @pytest.mark.parametrize("headers", FOREIGN, ids=str)

@@ -22,6 +22,7 @@ from logitship.server.refusals import (
     ShareExceeded,
     Unauthorized,
 )
+from tests.helpers.answers import error_of
 
 BAN = {"custom_logit_processor": {"name": "disallowed_tokens"}}
 TEXT = {"max_new_tokens": 4, "temperature": 0, "ignore_eos": True, "custom_params": {"token_ids": [3, 4]}}
@@ -112,9 +113,7 @@ def test_traces_per_continuation(http: TestClient) -> None:
 )
 @pytest.mark.parametrize("route", ROUTES)
 def test_invalid_trace_options(route: str, trace: Any, message: str, http: TestClient) -> None:
-    answer = http.post(route, json={**ROUTES[route], "trace": trace})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(message)
+    assert error_of(http.post(route, json={**ROUTES[route], "trace": trace}))["message"].startswith(message)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -124,18 +123,14 @@ def test_no_traces_with_beam_search(route: str, http: TestClient) -> None:
         body["sampling_params"] = {**TEXT, "num_beams": 2}
     else:
         body["num_beams"] = 2
-    answer = http.post(route, json={**body, "trace": {"top": 3}})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "trace"
+    assert error_of(http.post(route, json={**body, "trace": {"top": 3}}))["param"] == "trace"
 
 
 def test_limit_on_traced_processors(http: TestClient) -> None:
     several = [{"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [3]}}] * 17
     body = {"text": "hello", "sampling_params": {"max_new_tokens": 1}, "logits_processors": several}
     assert http.post("/generate", json=body).status_code == 200
-    answer = http.post("/generate", json={**body, "trace": {"top": 3}})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "trace"
+    assert error_of(http.post("/generate", json={**body, "trace": {"top": 3}}))["param"] == "trace"
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from logitship.sampler.batch_processors.logits_processors import BatchRows
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http_server import running_server
+from tests.helpers.answers import error_of
 
 # The tiny model has a token for each byte; that of a printable character `c` is ord(c) - 29.
 FORCE = {
@@ -109,9 +110,7 @@ class Server:
         return answer.json()
 
     def error(self, path: str, status_code: int = 400, **fields: Any) -> Any:
-        answer = self.http.post(path, json=BODIES[path] | fields)
-        assert answer.status_code == status_code, answer.text
-        return answer.json()["error"]
+        return error_of(self.http.post(path, json=BODIES[path] | fields), status_code)
 
 
 @pytest.fixture
@@ -245,12 +244,10 @@ def test_client_sends_classes_with_params(server: Server) -> None:
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/classify", "/score", "/v1/rerank"])
 def test_pooling_is_refused_with_vllms_message(server: Server, path: str) -> None:
-    answer = server.http.post(path, json={"input": "hello"})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("The model does not support ")
-    answer = server.http.post(path, json={"input": "hello", "logits_processors": ["a.b"]})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == f"logits_processors: {STR_POOLING_REJECTS_LOGITSPROCS}"
+    error = error_of(server.http.post(path, json={"input": "hello"}))
+    assert error["message"].startswith("The model does not support ")
+    error = error_of(server.http.post(path, json={"input": "hello", "logits_processors": ["a.b"]}))
+    assert error["message"] == f"logits_processors: {STR_POOLING_REJECTS_LOGITSPROCS}"
 
 
 @ROUTES

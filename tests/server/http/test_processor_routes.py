@@ -8,6 +8,7 @@ import pytest
 
 from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor, SourceProcessor
 from logitship.server.refusals import SHIPPING_IS_OFF, ServiceUnavailable
+from tests.helpers.answers import error_of
 
 URL = "/v1/processors"
 PICKLED = {"callable": "80"}
@@ -68,10 +69,9 @@ def test_register_under_a_name(shipping_client: Any) -> None:
 def test_unknown_query_parameters_are_refused(
     query: str, param: str, says: str, shipping_client: Any, shipping_engine: Any
 ) -> None:
-    answer = shipping_client.post(f"{URL}?{query}", SOURCE)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
-    assert says in answer.json()["error"]["message"]
+    error = error_of(shipping_client.post(f"{URL}?{query}", SOURCE))
+    assert error["param"] == param
+    assert says in error["message"]
     assert not shipping_engine.registered
 
 
@@ -88,10 +88,9 @@ def test_details_include_the_source(client: Any, engine: Any) -> None:
 
 @pytest.mark.parametrize("id", ["Other", "sha256:" + "0" * 64, "a/b", "module:Class", ""])
 def test_unknown_processor(id: str, client: Any, engine: Any) -> None:
-    answer = client.http.get(f"{URL}/{id}")
-    assert answer.status_code == 404
-    assert answer.json()["error"]["type"] == "not_found_error"
-    assert answer.json()["error"]["param"] == "id"
+    error = error_of(client.http.get(f"{URL}/{id}"), 404)
+    assert error["type"] == "not_found_error"
+    assert error["param"] == "id"
     assert engine.processors.asked_for == [("details", id, "")]
 
 
@@ -118,9 +117,7 @@ def test_processors_belong_to_a_key(make_fake_engine: Any, make_client: Any) -> 
 
 @pytest.mark.parametrize("form", [PICKLED, SOURCE])
 def test_code_requires_the_flag(form: dict[str, str], client: Any, engine: Any) -> None:
-    answer = client.post(URL, form)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == SHIPPING_IS_OFF
+    assert error_of(client.post(URL, form))["message"] == SHIPPING_IS_OFF
     assert not engine.registered
     client.ok(URL, {"name": "min_p"})
 
@@ -140,10 +137,9 @@ def test_code_requires_the_flag(form: dict[str, str], client: Any, engine: Any) 
     ],
 )
 def test_refused(body: bytes, says: str, shipping_client: Any, shipping_engine: Any) -> None:
-    answer = shipping_client.http.post(URL, content=body)
-    assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
-    assert answer.json()["error"]["type"] == "invalid_request_error"
+    error = error_of(shipping_client.http.post(URL, content=body))
+    assert says in error["message"]
+    assert error["type"] == "invalid_request_error"
     assert not shipping_engine.registered
 
 
@@ -154,9 +150,7 @@ def test_details_have_all_fields(client: Any, engine: Any) -> None:
 
 def test_size_limit(shipping_client: Any) -> None:
     form = {"source": "#" * (1 << 12), "class_name": "A"}
-    answer = shipping_client.post(URL, form)
-    assert answer.status_code == 413
-    assert "more than 4096 bytes" in answer.json()["error"]["message"]
+    assert "more than 4096 bytes" in error_of(shipping_client.post(URL, form), 413)["message"]
 
 
 def test_at_capacity(shipping_client: Any, shipping_engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:

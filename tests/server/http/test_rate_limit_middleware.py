@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.answers import error_of
+
 BODY = {"text": "a"}
 
 
@@ -21,8 +23,7 @@ def test_a_key_over_its_limit(limited: Any) -> None:
     for path in ("/generate", "/v1/models", "/nothing"):  # whatever they ask for
         limited.get(path, headers=bearer("k"))
     refused = limited.post("/generate", json=BODY, headers=bearer("k"))
-    assert refused.status_code == 429
-    error = refused.json()["error"]
+    error = error_of(refused, 429)
     assert (error["type"], error["code"], error["param"]) == ("rate_limit_error", "rate_limit_exceeded", None)
     assert "--requests-per-minute" in error["message"]
     assert 1 <= int(refused.headers["retry-after"]) <= 61

@@ -33,6 +33,7 @@ from logitship.client.serialization.processor_string import parse, to_text
 from logitship.client.serialization.serialize import serialize
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http_server import running_server
+from tests.helpers.answers import error_of
 
 PROMPT = "hello"
 MESSAGES: list[Any] = [{"role": "user", "content": PROMPT}]
@@ -84,9 +85,7 @@ class Served:
 
     def refused(self, path: str, body: Any) -> Any:
         """Post a request that must be refused. Returns the error."""
-        answer = self.http.post(path, json=body)
-        assert answer.status_code == 400, answer.text
-        return answer.json()["error"]
+        return error_of(self.http.post(path, json=body))
 
     def events(self, path: str, body: Any) -> list[Any]:
         """Post a request with `stream`. Returns the data of the events, without [DONE]."""
@@ -650,8 +649,7 @@ def test_processor_loads_per_minute(serve: Callable[..., Served]) -> None:
     assert post(2, "mine", "/v1/processors").status_code == 200
     for path in ("/generate", "/v1/processors"):
         refused = post(3, "mine", path)
-        assert refused.status_code == 429
-        assert "--processor-loads-per-minute" in refused.json()["error"]["message"]
+        assert "--processor-loads-per-minute" in error_of(refused, 429)["message"]
         assert int(refused.headers["retry-after"]) >= 1
     assert post(3, "other", "/v1/processors").status_code == 200
     metrics = served.http.get("/metrics", headers={"Authorization": "Bearer mine"}).text
@@ -738,8 +736,7 @@ def test_unexpected_error_is_logged_once(
     with monkeypatch.context() as patch:
         patch.setattr(served.engine, "stats", broken)
         answer = served.http.get("/server_info")
-    assert answer.status_code == 500
-    assert answer.json()["error"]["message"] == "internal server error"
+    assert error_of(answer, 500)["message"] == "internal server error"
     assert caplog.text.count("ZeroDivisionError: a secret") == 1
     assert "ASGI" not in capfd.readouterr().err
     served.ok("/generate", {"text": PROMPT, "sampling_params": {"max_new_tokens": 1}})

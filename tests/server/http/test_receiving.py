@@ -20,6 +20,7 @@ from logitship.server.http.receiving import (
     head_timeout_protocol,
 )
 from logitship.server.schemas.request_schema import parse_model
+from tests.helpers.answers import error_of
 from tests.helpers.coroutines import until
 
 GENEROUS = 30.0
@@ -129,12 +130,11 @@ async def test_work_on_large_bodies_is_done_by_the_pool(
 
 def test_processor_strings_are_counted_before_they_are_decoded(shipping_client: Any) -> None:
     text = '{"source": [' + "[]," * 500
-    answer = shipping_client.http.post("/v1/processors", content=text)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("the request body is not a processor string")
-    answer = shipping_client.post("/generate", {"text": "a", "custom_logit_processor": text})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("custom_logit_processor: is not a processor string")
+    error = error_of(shipping_client.http.post("/v1/processors", content=text))
+    assert error["message"].startswith("the request body is not a processor string")
+    assert error_of(shipping_client.post("/generate", {"text": "a", "custom_logit_processor": text}))[
+        "message"
+    ].startswith("custom_logit_processor: is not a processor string")
 
 
 async def test_bytes_are_counted_as_they_arrive(engine: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from logitship.server.http.app import create_app
 from logitship.server.requests.messages import GenerationChunk, GenerationRequest
+from tests.helpers.answers import error_of
 
 
 class Caller:
@@ -108,8 +109,7 @@ def test_unexpected_error_before_the_response(client: Any, engine: Any, caplog: 
         ("/v1/completions", {"prompt": "a"}),
     ):
         answer = client.post(path, body)
-        assert answer.status_code == 500
-        assert answer.json()["error"]["message"] == "internal server error"
+        assert error_of(answer, 500)["message"] == "internal server error"
         assert "secret" not in answer.text
     records = [record for record in caplog.records if record.exc_info]
     assert [record.message for record in records] == ["POST /generate failed"] * 2 + ["POST /v1/completions failed"]

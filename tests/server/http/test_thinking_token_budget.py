@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.answers import error_of
+
 CONFIG = {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}
 PROMPT = "<think>hello"
 """Gives five reasoning tokens on the tiny model."""
@@ -43,29 +45,23 @@ def test_no_limit_needs_no_reasoning_config(client: Any, engine: Any, path: str,
 
 @pytest.mark.parametrize(("path", "body", "name"), bodies(7))
 def test_budget_requires_reasoning_config(client: Any, path: str, body: Any, name: str) -> None:
-    answer = client.post(path, body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith(
-        f"{name}: this server does not know the model's thinking markers"
-    )
-    assert "--reasoning-config" in answer.json()["error"]["message"]
-    assert answer.json()["error"]["param"] == name
+    error = error_of(client.post(path, body))
+    assert error["message"].startswith(f"{name}: this server does not know the model's thinking markers")
+    assert "--reasoning-config" in error["message"]
+    assert error["param"] == name
 
 
 @pytest.mark.parametrize(("path", "body", "name"), [case for bad in (-2, 1.0, True, "5") for case in bodies(bad)])
 def test_invalid_budgets(client: Any, path: str, body: Any, name: str) -> None:
-    answer = client.post(path, body)
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == name
+    assert error_of(client.post(path, body))["param"] == name
 
 
 def test_contradicting_budgets(make_client: Callable[..., Any], make_fake_engine: Callable[..., Any]) -> None:
     client = make_client(make_fake_engine(reasoning_config=CONFIG))
     body = {"text": "a", "sampling_params": {FIELD: 5}, "max_thinking_tokens": 5}
     client.ok(GENERATE, body)
-    answer = client.post(GENERATE, body | {"max_thinking_tokens": 6})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["message"].startswith("max_thinking_tokens: differs from thinking_token_budget")
+    error = error_of(client.post(GENERATE, body | {"max_thinking_tokens": 6}))
+    assert error["message"].startswith("max_thinking_tokens: differs from thinking_token_budget")
 
 
 def test_budget_on_the_real_engine(make_engine: Callable[..., Any], make_client: Callable[..., Any]) -> None:

@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.answers import error_of
+
 URL = "/v1/completions"
 
 
@@ -183,10 +185,9 @@ def test_stream_with_several_continuations(client: Any) -> None:
 
 def test_fault(client: Any, engine: Any, failing: Any) -> None:
     engine.script = failing
-    answer = client.post(URL, {"prompt": "a"})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["type"] == "ProcessorFault"
-    assert answer.json()["error"]["traceback"] == "Traceback: 1/0"
+    error = error_of(client.post(URL, {"prompt": "a"}))
+    assert error["type"] == "ProcessorFault"
+    assert error["traceback"] == "Traceback: 1/0"
 
 
 def test_fault_in_a_stream(client: Any, engine: Any, failing: Any) -> None:

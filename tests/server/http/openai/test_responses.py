@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from logitship.server.http.app import create_app
+from tests.helpers.answers import error_of
 
 CONVERSATION: list[Any] = [
     {"role": "user", "content": "a"},
@@ -150,8 +151,6 @@ def test_same_prompt_as_the_chat(client: Any, engine: Any) -> None:
     ],
 )
 def test_refusals_name_the_field(client: Any, body: dict[str, Any], param: str, message: str) -> None:
-    answer = client.post("/v1/responses", body)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+    error = error_of(client.post("/v1/responses", body))
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
     assert message in error["message"]

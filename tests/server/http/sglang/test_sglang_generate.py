@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from logitship.server.requests.messages import FinishReason, TokenLogprobs
+from tests.helpers.answers import error_of
 
 
 def test_one_prompt(client: Any, engine: Any) -> None:
@@ -140,20 +141,18 @@ def test_batch_with_lists(client: Any, engine: Any) -> None:
     ],
 )
 def test_refusals_of_a_batch_name_the_prompt(client: Any, fields: dict[str, Any], param: str) -> None:
-    answer = client.post("/generate", {"text": ["a", "b"], **fields})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == param
-    assert answer.json()["error"]["message"].startswith(f"{param}: ")
+    error = error_of(client.post("/generate", {"text": ["a", "b"], **fields}))
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
 
 
 def test_seed_and_its_alias(client: Any, engine: Any) -> None:
     for sampling in ({"seed": 1}, {"sampling_seed": 1}, {"seed": 1, "sampling_seed": 1}):
         client.ok("/generate", {"text": "a", "sampling_params": sampling})
     assert [request.sampling_params.seed for request in engine.requests] == [1, 1, 1]
-    answer = client.post("/generate", {"text": "a", "sampling_params": {"seed": 1, "sampling_seed": 2}})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "sampling_params.seed"
-    assert "differs from sampling_seed" in answer.json()["error"]["message"]
+    error = error_of(client.post("/generate", {"text": "a", "sampling_params": {"seed": 1, "sampling_seed": 2}}))
+    assert error["param"] == "sampling_params.seed"
+    assert "differs from sampling_seed" in error["message"]
 
 
 def test_n_gives_a_list_ordered_by_prompt(client: Any) -> None:
@@ -282,9 +281,7 @@ def test_parameters_without_a_processor(client: Any) -> None:
 
 def test_fault(client: Any, engine: Any, failing: Any) -> None:
     engine.script = failing
-    answer = client.post("/generate", {"text": "a", "rid": "r"})
-    assert answer.status_code == 400
-    error = answer.json()["error"]
+    error = error_of(client.post("/generate", {"text": "a", "rid": "r"}))
     assert error["type"] == "ProcessorFault"
     assert error["message"] == "the processor Bad raised ZeroDivisionError"
     assert error["traceback"] == "Traceback: 1/0"
@@ -317,17 +314,14 @@ def test_fault_ends_only_its_continuation(client: Any, engine: Any, failing: Any
 def test_fault_in_a_batch_has_the_index(client: Any, engine: Any, failing: Any, text_script: Any) -> None:
     succeeding = text_script("ok")
     engine.script = lambda request: (failing if request.rid == "bad" else succeeding)(request)
-    answer = client.post("/generate", {"text": ["a", "b"], "rid": ["good", "bad"]})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["index"] == 1
+    assert error_of(client.post("/generate", {"text": ["a", "b"], "rid": ["good", "bad"]}))["index"] == 1
     assert sorted(engine.closed) == ["bad", "good"]
 
 
 def test_refusal_cancels_the_rest_of_the_batch(client: Any, engine: Any, refusal: Any) -> None:
     engine.refusals["c"] = refusal
-    answer = client.post("/generate", {"text": ["a", "b", "c", "d"], "rid": ["a", "b", "c", "d"]})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "sampling_params.temperature"
+    error = error_of(client.post("/generate", {"text": ["a", "b", "c", "d"], "rid": ["a", "b", "c", "d"]}))
+    assert error["param"] == "sampling_params.temperature"
     assert sorted(engine.closed) == ["a", "b"]
     assert [request.rid for request in engine.requests] == ["a", "b"]
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from logitship.server.refusals import QueueFull, ServiceUnavailable
+from tests.helpers.answers import error_of
 
 
 @pytest.mark.parametrize("path", ["/model_info", "/get_model_info"])
@@ -34,9 +35,7 @@ def test_models(client: Any) -> None:
     (model,) = client.http.get("/v1/models").json()["data"]
     assert (model["id"], model["object"], model["max_model_len"]) == ("tiny", "model", 64)
     assert client.http.get("/v1/models/tiny").json() == model
-    missing = client.http.get("/v1/models/gpt-4")
-    assert missing.status_code == 404
-    assert missing.json()["error"]["code"] == "model_not_found"
+    assert error_of(client.http.get("/v1/models/gpt-4"), 404)["code"] == "model_not_found"
 
 
 def test_health(client: Any, engine: Any) -> None:
@@ -58,8 +57,7 @@ def test_ready(client: Any, engine: Any) -> None:
     assert (answer.status_code, answer.content) == (200, b"")
     engine.unready = ServiceUnavailable("not ready: the queue is full; the engine has died")
     answer = client.http.get("/health/ready")
-    assert answer.status_code == 503
-    assert answer.json()["error"]["message"] == engine.unready.message
+    assert error_of(answer, 503)["message"] == engine.unready.message
     assert answer.headers["retry-after"]
 
 
@@ -93,15 +91,11 @@ def test_abort(client: Any, engine: Any) -> None:
     assert client.post("/abort_request", {"rid": "r"}).status_code == 200
     assert client.post("/abort_request", {"rid": "", "abort_all": True}).status_code == 200
     assert engine.aborted == [("r", ""), (None, "")]
-    answer = client.post("/abort_request", {"rid": ""})
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "rid"
+    assert error_of(client.post("/abort_request", {"rid": ""}))["param"] == "rid"
 
 
 def test_unknown_route_and_method(client: Any) -> None:
-    missing = client.http.get("/nothing")
-    assert missing.status_code == 404
-    assert missing.json()["error"]["message"] == "Not Found: GET /nothing"
+    assert error_of(client.http.get("/nothing"), 404)["message"] == "Not Found: GET /nothing"
     wrong = client.http.get("/v1/completions")
     assert wrong.status_code == 405
     assert wrong.headers["allow"] == "POST"
@@ -113,8 +107,7 @@ def test_at_capacity(refused: Any, client: Any, engine: Any) -> None:
     engine.refuse_all = refused
     for path, body in (("/generate", {"text": "a"}), ("/v1/completions", {"prompt": "a"})):
         answer = client.post(path, body)
-        assert answer.status_code == refused.status_code
-        assert answer.json()["error"]["message"] == refused.message
+        assert error_of(answer, refused.status_code)["message"] == refused.message
         assert answer.headers["retry-after"] == "1"
 
 
