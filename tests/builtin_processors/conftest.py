@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer
-from transformers import PreTrainedTokenizerFast
 
 from logitship.sampler.processors.request_view import ModelView
+from tests.helpers.zoo import recorded_tokenizers
 
 
 @pytest.fixture
@@ -106,27 +105,9 @@ def recorded_logits() -> Callable[[Any], torch.Tensor]:
 
 
 @pytest.fixture(scope="session")
-def zoo_recording() -> dict[str, Any]:
-    """Recording of logits-processor-zoo's classes, step by step."""
-    recording: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "zoo.json").read_text())
-    return recording
-
-
-@pytest.fixture(scope="session")
-def zoo_models(zoo_recording: dict[str, Any]) -> dict[bool | None, ModelView]:
+def zoo_models() -> dict[bool | None, ModelView]:
     """The recording's model, by its tokenizer's `add_prefix_space`; None if the tokenizer does not have it."""
-    recorded = zoo_recording["tokenizer"]
-    models = {}
-    for add_prefix_space in (False, None):
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=Tokenizer.from_str(json.dumps(recorded["tokenizer_json"])),
-            eos_token="</s>",
-            pad_token="<pad>",
-            unk_token="<unk>",
-        )
-        tokenizer.add_prefix_space = add_prefix_space
-        models[add_prefix_space] = ModelView(48, frozenset({recorded["eos_token_id"]}), tokenizer)
-    return models
+    return {key: ModelView(48, frozenset({2}), tokenizer) for key, tokenizer in recorded_tokenizers().items()}
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,27 +11,25 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from logitship.builtin_processors import ThinkingBudgetLogitProcessor, TokenizerThinkingBudgetLogitProcessor
+from logitship.builtin_processors import TokenizerThinkingBudgetLogitProcessor
 from logitship.builtin_processors.any_model_thinking_budget import TokenizerThinkingBudgetParams
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.tokenizer import Tokenizer
+from tests.builtin_processors.test_thinking_budget import (
+    END,
+    NEW_LINE,
+    START,
+    TOKEN_IDS,
+    VOCAB_SIZE,
+    CountingList,
+    MakeRow,
+    Sglang,
+    SmallThinkingBudget,
+    random_tokens,
+)
 
-MakeRow = Callable[..., dict[str, Any]]
-CountingList = Callable[..., Any]
-Sglang = Callable[..., list[Any]]
-
-VOCAB_SIZE = 6
-START, END, NEW_LINE = 1, 2, 3
 ONE_TOKEN_EACH = {"start": [START], "end": [END], "newline": [NEW_LINE]}
-TOKEN_IDS = {"THINKING_START_TOKEN_ID": START, "THINKING_END_TOKEN_ID": END, "NEW_LINE_TOKEN_ID": NEW_LINE}
 SMALL_MODEL = ModelView(VOCAB_SIZE, frozenset(), None)
-
-
-class SmallThinkingBudget(ThinkingBudgetLogitProcessor):
-    name = "small_thinking_budget"
-    THINKING_START_TOKEN_ID = START
-    THINKING_END_TOKEN_ID = END
-    NEW_LINE_TOKEN_ID = NEW_LINE
 
 
 def hf_tokenizer(tokens: Sequence[str], *, sentence_piece: bool = False) -> PreTrainedTokenizerFast:
@@ -85,10 +83,6 @@ def expected(params: dict[str, Any], prompt: list[int], output: list[int]) -> in
     if of_end or of_newline == len(newline):
         return int(end[of_end])
     return int(newline[of_newline])
-
-
-def random_tokens(generator: random.Random, length: int) -> list[int]:
-    return generator.choices(range(VOCAB_SIZE), weights=[6, 1, 1, 2, 6, 6], k=length)
 
 
 def random_markers(generator: random.Random) -> dict[str, Any]:

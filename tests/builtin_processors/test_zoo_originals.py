@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import random
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +21,8 @@ from logitship.builtin_processors import (
 )
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.sampler.processors.request_view import ModelView
+from tests.helpers.clock import Clock
+from tests.helpers.zoo import set_clock
 
 MakeRow = Callable[..., dict[str, Any]]
 
@@ -30,25 +31,9 @@ VOCAB_SIZE = 48
 PHRASES = ["Thanks", "a fig b", "...I know.", "\n\nReferences:\n", "So final answer", "</think>"]
 
 
-class Clock(SimpleNamespace):
-    """Replaces `time` in the zoo's modules, and the clock in ours."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for name in ("max_time", "trigger_phrase"):
-        for variant in ("transformers", "vllm"):
-            monkeypatch.setattr(importlib.import_module(f"logits_processor_zoo.{variant}.{name}"), "time", clock)
-    return clock
+    return set_clock(monkeypatch)
 
 
 def length_params(rng: random.Random) -> dict[str, Any]:

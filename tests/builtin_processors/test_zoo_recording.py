@@ -7,12 +7,10 @@ together, in batches that are put together anew at each step.
 from __future__ import annotations
 
 import importlib
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,11 +29,17 @@ from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.sampler.processors.executor import PREPARED_KEY
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
-
-Script = dict[str, Any]
-
-RECORDING: dict[str, Any] = json.loads((Path(__file__).parents[1] / "data" / "zoo.json").read_text())
-SCRIPTS: list[Script] = [*RECORDING["vectors"], *RECORDING["chains"]]
+from tests.helpers.clock import Clock
+from tests.helpers.zoo import (
+    RECORDING,
+    SCRIPTS,
+    VARIANTS,
+    Script,
+    add_prefix_space,
+    as_logits,
+    params_of,
+    processors_of,
+)
 
 PROCESSORS: dict[str, type[BuiltinProcessor]] = {
     processor.__name__: processor
@@ -88,13 +92,6 @@ LEFT_OUT = {
 }
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @dataclass
 class Call:
     """One recorded call for one row."""
@@ -123,19 +120,6 @@ class Sequence:
         request: RequestView = self.params[stage]["__req__"]
         request.output_ids = self.call.output_ids
         return self.params[stage]
-
-
-def processors_of(script: Script) -> list[dict[str, Any]]:
-    chain: list[dict[str, Any]] = script.get("chain", [script])
-    return chain
-
-
-def params_of(recorded: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in recorded["constructor_args"].items() if name != "batch_size"}
-
-
-def model_of(script: Script, models: dict[bool | None, ModelView]) -> ModelView:
-    return models[script.get("tokenizer_override", {"add_prefix_space": False})["add_prefix_space"]]
 
 
 def view_of(prompt: list[int], model: ModelView) -> RequestView:
@@ -174,10 +158,6 @@ def sequences_of(script: Script, model: ModelView) -> Iterator[Sequence]:
         yield sequence
 
 
-def as_logits(values: list[float | str]) -> torch.Tensor:
-    return torch.tensor([float(value) for value in values])
-
-
 def replayed() -> list[Script]:
     return [
         script
@@ -214,13 +194,13 @@ def check(row: torch.Tensor, sequence: Sequence) -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_replay(seed: int, zoo_models: dict[bool | None, ModelView]) -> None:
-    rng, clock = random.Random(seed), Clock()
+    rng, clock = random.Random(seed), Clock(0.0)
     instances = {name: instance(name, clock) for name in PROCESSORS}
     calls: Counter[str] = Counter()
     stages: dict[str, list[Sequence]] = {}
     for script in replayed():
         names = "+".join(recorded["processor"] for recorded in processors_of(script))
-        stages.setdefault(names, []).extend(sequences_of(script, model_of(script, zoo_models)))
+        stages.setdefault(names, []).extend(sequences_of(script, zoo_models[add_prefix_space(script)]))
     for names, waiting in stages.items():
         for batch in batches(waiting, rng):
             clock.now = batch[0].call.clock
@@ -241,7 +221,7 @@ def test_replay(seed: int, zoo_models: dict[bool | None, ModelView]) -> None:
 )
 def test_refused_parameters(script: Script, zoo_models: dict[bool | None, ModelView]) -> None:
     with pytest.raises(ValueError, match=f"^{REFUSED[script['name']]}"):
-        PROCESSORS[script["processor"]]().prepare(params_of(script), model_of(script, zoo_models))
+        PROCESSORS[script["processor"]]().prepare(params_of(script), zoo_models[add_prefix_space(script)])
 
 
 def test_whole_recording_is_replayed() -> None:
@@ -253,5 +233,5 @@ def test_whole_recording_is_replayed() -> None:
         script["name"] for script in SCRIPTS if "expect_construct_raises" in script
     }
     assert len(replayed()) + len(refused) + len(LEFT_OUT) == len(SCRIPTS) == 105
-    for variant in ("transformers", "vllm"):
+    for variant in VARIANTS:
         assert set(PROCESSORS) == set(importlib.import_module(f"logits_processor_zoo.{variant}").__all__)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from logitship import LLM
 from logitship.server.config import ServerConfig
 from logitship.server.http_server import running_server
 from logitship.server.model.default_model import default_model_folder
@@ -51,6 +52,19 @@ def shallow_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     }
     save_file(weights, weights_file, {"format": "pt"})
     return str(folder)
+
+
+@pytest.fixture(scope="module")
+def zoo_llm() -> Iterator[LLM]:
+    """An engine with fewer rows than requests, so that requests are added and removed while others run."""
+    with LLM(
+        max_model_len=256,
+        max_num_seqs=6,
+        seed=0,
+        logits_processor_pattern=r"logits_processor_zoo\..*",
+        enable_deterministic_inference=True,  # the compared answers come from different batches
+    ) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -54,27 +54,14 @@ def ask(llm: LLM, questions: list[str], params: list[SamplingParams]) -> list[Re
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    """An engine with fewer rows than requests, so that requests are added and removed while others run."""
-    with LLM(
-        max_model_len=256,
-        max_num_seqs=6,
-        seed=0,
-        logits_processor_pattern=r"logits_processor_zoo\..*",
-        enable_deterministic_inference=True,  # the compared answers come from different batches
-    ) as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def plain(llm: LLM) -> dict[str, RequestOutput]:
+def plain(zoo_llm: LLM) -> dict[str, RequestOutput]:
     """The answers without a processor, by question."""
     questions = [CAPITAL, COLORS, FRUIT]
-    return dict(zip(questions, ask(llm, questions, [greedy([])] * 3), strict=True))
+    return dict(zip(questions, ask(zoo_llm, questions, [greedy([])] * 3), strict=True))
 
 
 @pytest.fixture(scope="module")
-def answers(llm: LLM) -> dict[tuple[str, str], RequestOutput]:
+def answers(zoo_llm: LLM) -> dict[tuple[str, str], RequestOutput]:
     """The outputs of all requests of both variants, in one call, with processors by name."""
     keys = [(variant, key) for key in REQUESTS for variant in VARIANTS]
     questions, params = [], []
@@ -82,7 +69,7 @@ def answers(llm: LLM) -> dict[tuple[str, str], RequestOutput]:
         name, question, kwargs = REQUESTS[key]
         questions.append(question)
         params.append(greedy([{"qualname": f"logits_processor_zoo.{variant}.{name}", "kwargs": kwargs}]))
-    return dict(zip(keys, ask(llm, questions, params), strict=True))
+    return dict(zip(keys, ask(zoo_llm, questions, params), strict=True))
 
 
 @pytest.fixture(params=VARIANTS)
@@ -173,24 +160,24 @@ def test_receipts_name_the_processors(answers: dict[tuple[str, str], RequestOutp
         assert receipt.steps >= len(output.token_ids)
 
 
-def test_objects_equal_names(llm: LLM, answers: dict[tuple[str, str], RequestOutput]) -> None:
+def test_objects_equal_names(zoo_llm: LLM, answers: dict[tuple[str, str], RequestOutput]) -> None:
     """Each continuation has its own copy, so one object serves several concurrent requests."""
-    tokenizer = llm.get_tokenizer()
+    tokenizer = zoo_llm.get_tokenizer()
     for variant, zoo in VARIANTS.items():
         own = {"batch_size": 1} if variant == "transformers" else {}
         phrase = zoo.ForceLastPhraseLogitsProcessor(phrase=REFERENCES, tokenizer=tokenizer, **own)
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, n=2, logits_processors=[phrase])
         expected = answers[variant, "last phrase"].outputs[0].text
-        for answer in ask(llm, [CAPITAL, CAPITAL], [params, params]):
+        for answer in ask(zoo_llm, [CAPITAL, CAPITAL], [params, params]):
             assert [output.text for output in answer.outputs] == [expected, expected]
 
 
-def test_run_order(llm: LLM) -> None:
+def test_run_order(zoo_llm: LLM) -> None:
     """The processor that ends the answer runs first, so that the one that waits for the end sees it."""
     prefix = "logits_processor_zoo.transformers."
     shorter = {"qualname": f"{prefix}GenLengthLogitsProcessor", "kwargs": REQUESTS["shorter"][2]}
     phrase = {"qualname": f"{prefix}ForceLastPhraseLogitsProcessor", "kwargs": {"phrase": REFERENCES}}
-    (answer,) = ask(llm, [COLORS], [greedy([shorter, phrase])])
+    (answer,) = ask(zoo_llm, [COLORS], [greedy([shorter, phrase])])
     assert REFERENCES in answer.outputs[0].text
     assert answer.outputs[0].finish_reason == "stop"
 

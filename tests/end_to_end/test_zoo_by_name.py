@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from logitship import LLM, RequestOutput, SamplingParams
+from logitship import LLM
+from tests.end_to_end.test_zoo import CAPITAL, COLORS, FRUIT, ask, greedy
 
 pytestmark = pytest.mark.timeout(900)  # the deterministic mode, on a machine that may be busy
-
-CAPITAL = "What is the capital of France?"
-COLORS = "List three colors."
-FRUIT = "Which one is a fruit?\n1. Chair\n2. Car\n3. Apple\n4. Stone\nAnswer with the number."
 
 # Name, the original's class, question, parameters.
 REQUESTS: list[tuple[str, str, str, dict[str, Any]]] = [
@@ -45,33 +41,12 @@ REQUESTS: list[tuple[str, str, str, dict[str, Any]]] = [
 PREFIX = "logits_processor_zoo.transformers."
 
 
-def greedy(processors: list[Any]) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=32, logits_processors=processors)
-
-
-def ask(llm: LLM, questions: list[str], params: list[SamplingParams]) -> list[RequestOutput]:
-    return llm.chat([[{"role": "user", "content": text}] for text in questions], params, use_tqdm=False)
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    """An engine with fewer rows than requests, so that requests are added and removed while others run."""
-    with LLM(
-        max_model_len=256,
-        max_num_seqs=6,
-        seed=0,
-        logits_processor_pattern=r"logits_processor_zoo\..*",
-        enable_deterministic_inference=True,  # the compared answers come from different batches
-    ) as llm:
-        yield llm
-
-
-def test_same_answers_as_originals(llm: LLM) -> None:
+def test_same_answers_as_originals(zoo_llm: LLM) -> None:
     questions = [question for _, _, question, _ in REQUESTS]
     by_name = [greedy([{"processor": name, "params": params}]) for name, _, _, params in REQUESTS]
     originals = [greedy([{"qualname": PREFIX + cls, "kwargs": params}]) for _, cls, _, params in REQUESTS]
     asked = [CAPITAL, COLORS, FRUIT]
-    answers = ask(llm, questions * 2 + asked, by_name + originals + [greedy([])] * len(asked))
+    answers = ask(zoo_llm, questions * 2 + asked, by_name + originals + [greedy([])] * len(asked))
     count = len(REQUESTS)
     plain = {question: answer.outputs[0].text for question, answer in zip(asked, answers[2 * count :], strict=True)}
     for (name, _, question, _), builtin, original in zip(
@@ -82,19 +57,19 @@ def test_same_answers_as_originals(llm: LLM) -> None:
         assert builtin.outputs[0].receipts[0].name == name
 
 
-def test_run_order(llm: LLM) -> None:
+def test_run_order(zoo_llm: LLM) -> None:
     """The processor that ends the answer runs first, so that the one that waits for the end sees it."""
     shorter = {"processor": "gen_length", "params": {"boost_factor": 20.0, "p": 1}}
     phrase = {"processor": "force_last_phrase", "params": {"phrase": "\n\nReferences:\n"}}
-    (answer,) = ask(llm, [COLORS], [greedy([shorter, phrase])])
+    (answer,) = ask(zoo_llm, [COLORS], [greedy([shorter, phrase])])
     assert "\n\nReferences:\n" in answer.outputs[0].text
     assert answer.outputs[0].finish_reason == "stop"
 
 
-def test_invalid_params(llm: LLM) -> None:
+def test_invalid_params(zoo_llm: LLM) -> None:
     for params, message in (
         ({"choices": ["1", "two words"]}, "choices: expected a string of one token, but 'two words' is 2 tokens"),
         ({"choices": ["1"], "choises": ["2"]}, "choises"),
     ):
         with pytest.raises(ValueError, match=message):
-            ask(llm, [FRUIT], [greedy([{"processor": "multiple_choice", "params": params}])])
+            ask(zoo_llm, [FRUIT], [greedy([{"processor": "multiple_choice", "params": params}])])

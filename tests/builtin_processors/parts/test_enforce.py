@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from logits_processor_zoo.utils import enforce_tokens
 
 from logitship.builtin_processors.parts import enforce as module
 from logitship.builtin_processors.parts.enforce import argmax_is_among, enforce
+from tests.helpers.zoo import RECORDING
 
 INF = math.inf
 
@@ -27,8 +27,8 @@ def enforced(scores: list[float], tokens: list[int]) -> list[float]:
     return logits[0].tolist()
 
 
-def test_recording(zoo_recording: dict[str, Any]) -> None:
-    cases = {case["name"]: case for case in zoo_recording["utils"] if case["function"] == "enforce_tokens"}
+def test_recording() -> None:
+    cases = {case["name"]: case for case in RECORDING["utils"] if case["function"] == "enforce_tokens"}
     assert set(LEFT_OUT) < set(cases)
     assert len(cases) == 10
     for name in set(cases) - set(LEFT_OUT):

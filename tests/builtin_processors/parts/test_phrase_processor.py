@@ -18,6 +18,7 @@ from logitship.builtin_processors import (
 from logitship.builtin_processors.parts.phrase_processor import PhraseProcessor
 from logitship.builtin_processors.parts.step_states import STEPS_KEPT
 from logitship.sampler.processors.request_view import ModelView
+from tests.helpers.clock import Clock
 
 EOS, TRIGGER = 2, 37
 ALPHABET = 8
@@ -35,15 +36,6 @@ PROCESSORS: dict[str, tuple[type[PhraseProcessor], dict[str, Any]]] = {
 }
 
 
-class Clock:
-    """One second per output token, so that removing tokens moves the time back."""
-
-    now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def logits_after(output: list[int]) -> torch.Tensor:
     """Return logits [vocab] that depend on the tokens only."""
     rng = random.Random(str(output))
@@ -55,7 +47,7 @@ def logits_after(output: list[int]) -> torch.Tensor:
 class Sequence:
     def __init__(self, name: str, model: ModelView, make_row: Callable[..., dict[str, Any]]) -> None:
         cls, self.params = PROCESSORS[name]
-        self.clock = Clock()
+        self.clock = Clock(0.0)  # one second per output token, so that removing tokens moves the time back
         self.processor = cls(self.clock) if cls is TriggerPhraseLogitsProcessor else cls()
         self.model, self.make_row = model, make_row
 

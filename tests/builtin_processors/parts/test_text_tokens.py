@@ -15,6 +15,7 @@ from logitship.builtin_processors.parts.text_tokens import (
     sentence_ends,
 )
 from logitship.sampler.processors.request_view import ModelView
+from tests.helpers.zoo import RECORDING
 
 # Recorded texts that are no token here, to the reason.
 REFUSED = {
@@ -50,9 +51,9 @@ def recorded(recording: dict[str, Any]) -> list[dict[str, Any]]:
     return [case for case in recording["utils"] if case["function"] == "text_to_token"]
 
 
-def test_recording(zoo_recording: dict[str, Any], zoo_models: dict[bool | None, ModelView]) -> None:
+def test_recording(zoo_models: dict[bool | None, ModelView]) -> None:
     tokens, refused = 0, set()
-    for case in recorded(zoo_recording):
+    for case in recorded(RECORDING):
         if "fake_tokenizer" in case:
             attributes = dict(case["fake_tokenizer"])
             model = ModelView(48, frozenset({2}), fake_tokenizer(attributes.pop("encode"), **attributes))
@@ -122,6 +123,6 @@ def test_eos_token(zoo_model: ModelView) -> None:
         Params.read({}, ModelView(48, frozenset(), zoo_model.tokenizer))
 
 
-def test_sentence_ends(zoo_recording: dict[str, Any], zoo_model: ModelView) -> None:
-    tokenizer = zoo_recording["tokenizer"]
+def test_sentence_ends(zoo_model: ModelView) -> None:
+    tokenizer = RECORDING["tokenizer"]
     assert sentence_ends(zoo_model) == {tokenizer["full_stop_token"], tokenizer["new_line_token"]}

@@ -7,30 +7,33 @@ random steps, so that their rows change while they run.
 from __future__ import annotations
 
 import importlib
-import json
 import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer as TokenizersTokenizer
-from transformers import PreTrainedTokenizerFast
 
 from logitship.client.errors import ProcessorFault, ProcessorLoadError
 from logitship.sampler.author_code.callable_factory import CallableFactory
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
-
-Script = dict[str, Any]
-
-RECORDING: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "zoo.json").read_text())
-SCRIPTS: list[Script] = [*RECORDING["vectors"], *RECORDING["chains"]]
+from tests.helpers.clock import Clock
+from tests.helpers.zoo import (
+    RECORDING,
+    SCRIPTS,
+    VARIANTS,
+    Script,
+    add_prefix_space,
+    as_logits,
+    params_of,
+    processors_of,
+    recorded_tokenizers,
+    set_clock,
+)
 
 # (name, variant) to the reason.
 LEFT_OUT = {
@@ -44,18 +47,6 @@ LEFT_OUT = {
         "QUIRK: two calls with the same tokens; in a batch each step of a sequence has a new token"
     ),
 }
-
-VARIANTS = ("transformers", "vllm")
-TIME_MODULES = [f"{variant}.{module}" for variant in VARIANTS for module in ("max_time", "trigger_phrase")]
-
-
-class Clock(SimpleNamespace):
-    """Replaces the `time` module in the zoo's modules."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
 
 
 @dataclass
@@ -125,40 +116,14 @@ def call_of(step: dict[str, Any], row: int) -> Call:
     )
 
 
-def as_logits(values: list[float | str]) -> torch.Tensor:
-    return torch.tensor([float(value) for value in values])
-
-
-def processors_of(script: Script) -> list[dict[str, Any]]:
-    chain: list[dict[str, Any]] = script.get("chain", [script])
-    return chain
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    for module in TIME_MODULES:
-        monkeypatch.setattr(importlib.import_module(f"logits_processor_zoo.{module}"), "time", clock)
-    return clock
+    return set_clock(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def tokenizers() -> dict[bool | None, Any]:
-    """The recording's tokenizers by `add_prefix_space`, which determines the strictness of the zoo's classes."""
-    recorded = RECORDING["tokenizer"]
-    tokenizers = {}
-    for add_prefix_space in (False, None):
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=TokenizersTokenizer.from_str(json.dumps(recorded["tokenizer_json"])),
-            eos_token="</s>",
-            pad_token="<pad>",
-            unk_token="<unk>",
-        )
-        tokenizer.add_prefix_space = add_prefix_space
-        tokenizers[add_prefix_space] = tokenizer
-    for text, token_ids in recorded["encodings"].items():
-        assert tokenizers[False].encode(text, add_special_tokens=False) == token_ids
-    return tokenizers
+    return recorded_tokenizers()
 
 
 def factory_of(script: Script, stage: int, tokenizers: dict[bool | None, Any]) -> CallableFactory:
@@ -166,8 +131,8 @@ def factory_of(script: Script, stage: int, tokenizers: dict[bool | None, Any]) -
     recorded = processors_of(script)[stage]
     module = importlib.import_module(f"logits_processor_zoo.{script['variant']}")
     cls = getattr(module, recorded["processor"])
-    kwargs = {name: value for name, value in recorded["constructor_args"].items() if name != "batch_size"}
-    tokenizer = tokenizers[script.get("tokenizer_override", {"add_prefix_space": False})["add_prefix_space"]]
+    kwargs = params_of(recorded)
+    tokenizer = tokenizers[add_prefix_space(script)]
     if script.get("cloned_before_use"):
         return CallableFactory(cls(tokenizer=tokenizer, **kwargs))
     return CallableFactory(cls, kwargs=kwargs, tokenizer=tokenizer)

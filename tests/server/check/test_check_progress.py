@@ -5,19 +5,12 @@ from __future__ import annotations
 import io
 
 from logitship.server.check.check_progress import CheckProgress
+from tests.helpers.clock import Clock
 
 
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 def test_fast_check_prints_nothing() -> None:

@@ -19,14 +19,7 @@ from logitship.server.http.pacing import (
     UploadPace,
     UploadPaceMiddleware,
 )
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from tests.helpers.clock import Clock
 
 
 def none_run(tenant: str) -> bool:
@@ -35,7 +28,7 @@ def none_run(tenant: str) -> bool:
 
 @pytest.mark.parametrize(("others_run", "rate"), [(False, UPLOAD_RATE), (True, SHARED_UPLOAD_RATE)])
 def test_long_uploads_have_the_rate(others_run: bool, rate: int) -> None:
-    clock = FakeClock()
+    clock = Clock()
     pace = UploadPace(lambda tenant: others_run, clock)
     assert pace.delay("a", UPLOAD_BURST) == 0.0
     for _ in range(10):
@@ -45,13 +38,13 @@ def test_long_uploads_have_the_rate(others_run: bool, rate: int) -> None:
 
 
 def test_tenants_have_paces_of_their_own() -> None:
-    pace = UploadPace(none_run, FakeClock())
+    pace = UploadPace(none_run, Clock())
     assert pace.delay("a", UPLOAD_BURST + UPLOAD_RATE) == 1.0
     assert pace.delay("b", UPLOAD_BURST) == 0.0
 
 
 def test_a_pause_permits_another_burst() -> None:
-    clock = FakeClock()
+    clock = Clock()
     pace = UploadPace(none_run, clock)
     assert pace.delay("a", UPLOAD_BURST + UPLOAD_RATE) == 1.0
     clock.now += 1000.0
@@ -80,7 +73,7 @@ def test_middleware_delays_what_is_received(caller: Caller | None, slept: list[f
         while len(received) < 4:
             received.append(await receive())
 
-    middleware = UploadPaceMiddleware(app, UploadPace(none_run, FakeClock()), sleep)
+    middleware = UploadPaceMiddleware(app, UploadPace(none_run, Clock()), sleep)
     asyncio.run(middleware({"type": "http", "state": {"caller": caller}}, receive, send))
     assert received == messages
     assert delays == slept
