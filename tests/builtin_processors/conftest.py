@@ -17,6 +17,10 @@ import torch
 from logitship.sampler.processors.request_view import ModelView
 from tests.helpers.zoo import recorded_tokenizers
 
+ReadLogits = Callable[[Any], torch.Tensor]
+Sglang = Callable[..., list[Any]]
+MakeRow = Callable[..., dict[str, Any]]
+
 
 @pytest.fixture
 def make_row() -> Callable[..., dict[str, Any]]:

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -11,8 +10,7 @@ import torch
 
 from logitship.builtin_processors import CiteFromPromptLogitsProcessor
 from logitship.sampler.processors.request_view import ModelView
-
-MakeRow = Callable[..., dict[str, Any]]
+from tests.builtin_processors.conftest import MakeRow
 
 EOS, VOCAB_SIZE = 2, 48
 

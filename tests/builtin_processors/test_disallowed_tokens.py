@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 from logitship.builtin_processors import DisallowedTokensLogitsProcessor, disallowed_tokens
 from logitship.builtin_processors.parts.row_edits import on_device
 from logitship.sampler.processors.request_view import ModelView
+from tests.builtin_processors.conftest import MakeRow, Sglang
 
 VOCAB_SIZE = 12
-MakeRow = Callable[..., dict[str, Any]]
-Sglang = Callable[..., list[Any]]
 
 
 def disallowing(make_row: MakeRow, token_ids: list[int]) -> dict[str, Any]:

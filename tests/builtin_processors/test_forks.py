@@ -6,7 +6,6 @@ import copy
 import json
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,10 +33,9 @@ from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.tokenizer import Tokenizer
+from tests.builtin_processors.conftest import ReadLogits
 
 MODEL = ModelView(4, frozenset(), None)
-
-ReadLogits = Callable[[Any], torch.Tensor]
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "rtp_llm.json").read_text())
 VOCAB = 260

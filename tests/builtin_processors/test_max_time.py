@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +8,7 @@ import torch
 
 from logitship.builtin_processors import MaxTimeLogitsProcessor
 from logitship.sampler.processors.request_view import ModelView
-
-MakeRow = Callable[..., dict[str, Any]]
+from tests.builtin_processors.conftest import MakeRow
 
 EOS = 2
 

@@ -10,8 +10,7 @@ import torch
 
 from logitship.builtin_processors import MultiSequenceLogitsProcessor
 from logitship.sampler.processors.request_view import ModelView
-
-MakeRow = Callable[..., dict[str, Any]]
+from tests.builtin_processors.conftest import MakeRow
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "rtp_llm.json").read_text())["multi_seq"]
 NOT_CREATED = [case["name"] for case in RECORDED if not case["expect_created"]]

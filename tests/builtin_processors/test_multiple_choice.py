@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,8 +7,7 @@ import torch
 
 from logitship.builtin_processors import MultipleChoiceLogitsProcessor
 from logitship.sampler.processors.request_view import ModelView
-
-MakeRow = Callable[..., dict[str, Any]]
+from tests.builtin_processors.conftest import MakeRow
 
 ONE, TWO, DOT, NEW_LINE, CAMERA, SCREEN = 12, 13, 6, 4, 20, 21
 PROMPT = [NEW_LINE, ONE, DOT, CAMERA, NEW_LINE, TWO, DOT, SCREEN]

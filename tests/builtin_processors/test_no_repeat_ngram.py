@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from logitship.builtin_processors import DeepseekOCRNoRepeatNGramLogitProcessor
 from logitship.builtin_processors.no_repeat_ngram import NGramIndex
 from logitship.sampler.processors.request_view import ModelView
+from tests.builtin_processors.conftest import MakeRow, Sglang
 
-MakeRow = Callable[..., dict[str, Any]]
 CountingList = Callable[..., Any]
-Sglang = Callable[..., list[Any]]
-
 VOCAB_SIZE = 8
 IMAGE = 1_000_000 + (1 << 61)
 

@@ -4,7 +4,6 @@ import copy
 import json
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,7 @@ from logitship.builtin_processors.parts.string_contain import StringContainAutom
 from logitship.builtin_processors.think_mode import ThinkLimit
 from logitship.sampler.processors.executor import PREPARED_KEY
 from logitship.sampler.processors.request_view import ModelView
-
-MakeRow = Callable[..., dict[str, Any]]
-ReadLogits = Callable[[Any], torch.Tensor]
+from tests.builtin_processors.conftest import MakeRow, ReadLogits
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "rtp_llm.json").read_text())
 PROCESSORS = {"think_v1": ThinkModeLogitsProcessor, "think": StrictThinkModeLogitsProcessor}

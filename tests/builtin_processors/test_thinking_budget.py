@@ -16,11 +16,9 @@ from logitship.builtin_processors import (
     ThinkingBudgetLogitProcessor,
 )
 from logitship.sampler.processors.request_view import ModelView
+from tests.builtin_processors.conftest import MakeRow, Sglang
 
-MakeRow = Callable[..., dict[str, Any]]
 CountingList = Callable[..., Any]
-Sglang = Callable[..., list[Any]]
-
 VOCAB_SIZE = 6
 START, END, NEW_LINE = 1, 2, 3
 TOKEN_IDS = {"THINKING_START_TOKEN_ID": START, "THINKING_END_TOKEN_ID": END, "NEW_LINE_TOKEN_ID": NEW_LINE}

@@ -5,7 +5,6 @@ import itertools
 import json
 import random
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,7 @@ from logitship.builtin_processors.trees.token_tree import TokenTree
 from logitship.builtin_processors.trees.token_tree_format import read_tree
 from logitship.sampler.processors.executor import PREPARED_KEY
 from logitship.sampler.processors.request_view import ModelView
-
-MakeRow = Callable[..., dict[str, Any]]
-ReadLogits = Callable[[Any], torch.Tensor]
+from tests.builtin_processors.conftest import MakeRow, ReadLogits
 
 RECORDED = json.loads((Path(__file__).parents[1] / "data" / "rtp_llm.json").read_text())
 MODEL = ModelView(12, frozenset({2}), None)

@@ -21,10 +21,9 @@ from logitship.builtin_processors import (
 )
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.sampler.processors.request_view import ModelView
+from tests.builtin_processors.conftest import MakeRow
 from tests.helpers.clock import Clock
 from tests.helpers.zoo import set_clock
-
-MakeRow = Callable[..., dict[str, Any]]
 
 EOS, FULL_STOP, NEW_LINE, TRIGGER = 2, 6, 4, 37
 VOCAB_SIZE = 48

@@ -34,6 +34,10 @@ class Request:
         return self.name
 
 
+Load = Callable[..., LoadedProcessor]
+NewRequest = Callable[..., Request]
+
+
 @pytest.fixture
 def new_request() -> Callable[..., Request]:
     """Factory of requests; takes the fields of `Request`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -21,13 +21,13 @@ from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampler import Sampler, SamplerOutput
 from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
 from logitship.sampler.trace import RowTrace, StepTrace
+from tests.sampler.conftest import Load
 
 MODEL = ModelView(4, frozenset(), None)
 
 VOCAB = 8
 CPU = torch.device("cpu")
 INF = math.inf
-Load = Callable[..., LoadedProcessor]
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingParams], among: Sequence[int] | None = None) -> SamplerOutput:

@@ -4,8 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from logitship.builtin_processors.parts.target_token import TargetToken
+from tests.builtin_processors.conftest import MakeRow
 
-MakeRow = Callable[..., dict[str, Any]]
 CountingList = Callable[..., Any]
 
 

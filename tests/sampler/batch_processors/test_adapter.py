@@ -3,7 +3,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,10 +15,9 @@ from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor, C
 from logitship.sampler.batch_processors.interface import LogitsProcessor
 from logitship.sampler.batch_processors.logits_processors import FaultSource
 from logitship.sampler.sampling_params import SamplingParams
+from tests.sampler.conftest import NewRequest
 
 VOCAB = 6
-
-NewRequest = Callable[..., Any]
 
 
 def add_history(prompt: list[int], past: list[int], row: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from logitship.sampler.ops.sample_tokens import integer_weights, random_sample, uniform_numbers
 from logitship.sampler.ops.top_k_top_p import top_k_top_p_sample
-
-KeepBySorting = Callable[[torch.Tensor, torch.Tensor, int, float], dict[int, int]]
-SampleBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]
+from tests.sampler.ops.conftest import KeepBySorting, SampleBySorting
 
 ALMOST_ONE = 1 - 2.0**-53
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,9 +12,7 @@ from logitship.sampler.processors.callable_executor import CallableExecutor
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
-
-NewRequest = Callable[..., Any]
-Load = Callable[..., LoadedProcessor]
+from tests.sampler.conftest import Load, NewRequest
 
 MODEL = ModelView(4, frozenset({1}), None)
 

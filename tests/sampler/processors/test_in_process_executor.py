@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,13 +16,11 @@ from logitship.client.serialization.processor_string import (
     RegisteredProcessor,
     SourceProcessor,
 )
-from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
+from tests.sampler.conftest import Load
 
 MODEL = ModelView(4, frozenset(), None)
-
-Load = Callable[..., LoadedProcessor]
 
 
 def source(body: str) -> SourceProcessor:

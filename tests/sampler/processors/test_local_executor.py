@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,11 +7,11 @@ import torch
 from logitship.sampler.processors.executor import ExecutorSequence, LoadedProcessor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
+from tests.sampler.conftest import Load
 
 MODEL = ModelView(4, frozenset(), None)
 
 Params = dict[str, Any]
-Load = Callable[..., LoadedProcessor]
 
 
 def attach(processor: LoadedProcessor, output: list[int]) -> Any:

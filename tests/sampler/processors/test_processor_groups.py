@@ -20,10 +20,9 @@ from logitship.sampler.processors.processor_groups import (
 )
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
+from tests.sampler.conftest import Load
 
 MODEL = ModelView(4, frozenset(), None)
-
-Load = Callable[..., LoadedProcessor]
 
 
 def member(processor: LoadedProcessor, *, is_last: bool = True) -> GroupRow:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from logitship import CheckReport, CustomLogitProcessor
+from logitship import CustomLogitProcessor
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.registry import BUILTIN_PROCESSORS
@@ -18,8 +17,7 @@ from logitship.server.check.check_options import CHECKS, CheckOptions, UsageErro
 from logitship.server.check.run import run_check
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
-
-Check = Callable[..., CheckReport]
+from tests.server.check.conftest import Check
 
 MADE_BY_THE_SERVER = (GrammarProcessor, TreeLogitsProcessor)
 """These need objects that a server makes, and are only requested by name."""

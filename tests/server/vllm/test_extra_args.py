@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,9 +8,9 @@ import pytest
 from logitship.client.http.vllm_handshake import PROBE
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
 from logitship.server.vllm.extra_args import asks_for_plugin_info, has_processors, read_processors, sampling_params
+from tests.server.vllm.conftest import MakeParams
 
 TREE = json.dumps({"name": "tree"})
-MakeParams = Callable[..., Any]
 
 
 def test_has_processors(vllm_params: MakeParams) -> None:

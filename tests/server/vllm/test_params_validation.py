@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 from logitship.client.http.vllm_handshake import PROBE, PluginInfo
 from logitship.server.vllm import params_validation
 from logitship.server.vllm.params_validation import admit
+from tests.server.vllm.conftest import MakeParams
 
-MakeParams = Callable[..., Any]
 FAULT_TOKEN = 63
 COUNTS = """
 from logitship import CustomLogitProcessor

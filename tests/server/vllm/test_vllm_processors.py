@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.vllm.settings import VllmSettings
 from logitship.server.vllm.vllm_processors import for_admission, for_execution
+from tests.server.vllm.conftest import MakeParams
 
-MakeParams = Callable[..., Any]
 SOURCE = """
 from logitship import CustomLogitProcessor
 class Hangs(CustomLogitProcessor):

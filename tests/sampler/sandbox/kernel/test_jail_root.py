@@ -2,14 +2,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-Run = Callable[..., SimpleNamespace]
+from tests.sampler.sandbox.kernel.conftest import Run
 
 
 @pytest.fixture

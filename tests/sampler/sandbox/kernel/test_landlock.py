@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from logitship.sampler.sandbox.kernel import landlock
+from tests.sampler.sandbox.kernel.conftest import Run
 
-Run = Callable[..., SimpleNamespace]
 ABIS = range(1, landlock.abi() + 1)
 
 

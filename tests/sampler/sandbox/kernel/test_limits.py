@@ -1,11 +1,9 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
-
 import pytest
 
-Run = Callable[..., SimpleNamespace]
+from tests.sampler.sandbox.kernel.conftest import Run
+
 MIB = 1 << 20
 GIB = 1 << 30
 

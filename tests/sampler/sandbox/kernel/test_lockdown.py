@@ -2,16 +2,14 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from logitship.sampler.sandbox.kernel import landlock
 from logitship.sampler.sandbox.kernel.lockdown import Lockdown
+from tests.sampler.sandbox.kernel.conftest import Run
 
-Run = Callable[..., SimpleNamespace]
 ROOT = os.geteuid() == 0
 CONTAINER_PROFILE = {"unshare": errno.EPERM, "mount": errno.EPERM}
 """System calls refused by a container's seccomp profile."""

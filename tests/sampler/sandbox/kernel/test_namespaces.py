@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
-Run = Callable[..., SimpleNamespace]
+from tests.sampler.sandbox.kernel.conftest import Run
+
 OTHERS = ["pid", "mount", "net", "ipc", "uts", "cgroup"]
 LINKS = {"pid": "pid", "mount": "mnt", "net": "net", "ipc": "ipc", "uts": "uts", "cgroup": "cgroup", "user": "user"}
 

@@ -1,12 +1,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 
-Run = Callable[..., SimpleNamespace]
+from tests.sampler.sandbox.kernel.conftest import Run
+
 ROOT = os.geteuid() == 0
 UID, GID = 60001, 60002
 SETS = ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb")

@@ -4,8 +4,7 @@ import errno
 import fcntl
 import os
 import struct
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import example, given
@@ -14,8 +13,8 @@ from hypothesis import strategies as st
 from logitship.sampler.sandbox.kernel import seccomp
 from logitship.sampler.sandbox.kernel.seccomp import ALLOW, KILL_PROCESS, NOT_IMPLEMENTED, NOT_PERMITTED
 from logitship.sampler.sandbox.kernel.syscalls import MACHINES, Machine
+from tests.sampler.sandbox.kernel.conftest import Run
 
-Run = Callable[..., SimpleNamespace]
 X86_64, AARCH64 = MACHINES["x86_64"], MACHINES["aarch64"]
 I386_ARCHITECTURE = 0x40000003
 

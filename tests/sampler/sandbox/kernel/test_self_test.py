@@ -1,9 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
-
-Run = Callable[..., SimpleNamespace]
+from tests.sampler.sandbox.kernel.conftest import Run
 
 
 def test_most_operations_succeed_without_lockdown(run_plan: Run, nobody: bool) -> None:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from logitship import CheckReport, CustomLogitProcessor
+from logitship import CustomLogitProcessor
 from logitship.client.check_report import Severity, Verdict
 from logitship.server.check.check_options import CHECKS
+from tests.server.check.conftest import Check
 
-Check = Callable[..., CheckReport]
 Rows = list[dict[str, Any]] | None
 
 

@@ -7,18 +7,17 @@ import importlib.util
 import random
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
-from logitship import CheckReport, CustomLogitProcessor
+from logitship import CustomLogitProcessor
 from logitship.client.check_report import Severity, Verdict
 from logitship.server.check.class_import import import_class
+from tests.server.check.conftest import Check
 
-Check = Callable[..., CheckReport]
 Rows = list[dict[str, Any]] | None
 
 total = 0

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from logitship import CheckReport, CustomLogitProcessor
+from logitship import CustomLogitProcessor
 from logitship.client.check_report import Verdict
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 from logitship.server.check.check_options import CHECKS
 from logitship.server.check.checks.serializability import check_serializability
 from logitship.server.check.environment import CheckEnvironment
 from logitship.server.check.replay import Recording
+from tests.server.check.conftest import Check
 
-Check = Callable[..., CheckReport]
 StringOf = Callable[[type[CustomLogitProcessor]], PickledProcessor]
 Rows = list[dict[str, Any]] | None
 

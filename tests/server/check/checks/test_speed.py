@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ import torch
 from logitship import CheckReport, CustomLogitProcessor
 from logitship.client.check_report import Severity, Verdict
 from logitship.server.check.checks import speed
+from tests.server.check.conftest import Check
 
-Check = Callable[..., CheckReport]
 Rows = list[dict[str, Any]] | None
 
 
