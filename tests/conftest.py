@@ -251,6 +251,15 @@ def _tiny(tokenizer: Tokenizer, dtype: torch.dtype, max_len: int = 512) -> Loade
     return LoadedModel(model=model, tokenizer=tokenizer, eos_token_ids=frozenset({1}), vocab_size=260, max_len=max_len)
 
 
+@pytest.fixture(scope="session")
+def model_folder(float32_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("tiny")
+    float32_model.model.save_pretrained(folder)
+    float32_model.tokenizer.hf_tokenizer.save_pretrained(folder)
+    return folder
+
+
 PERCENTAGE = re.compile(r"(\d+\.\d+)%")
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 
-from logitship.server.model.model_loader import LoadedModel
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 NUM_CASES = {
     "batch_processors.py --vocab 70 --rows 4 --shares 0.5 --steps 8 --turns 1 --threads 1": 4,
@@ -34,14 +32,6 @@ def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(line, capture_output=True, text=True, check=False)
 
 
-@pytest.fixture(scope="module")
-def model_folder(float32_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> str:
-    folder = tmp_path_factory.mktemp("model")
-    float32_model.model.save_pretrained(folder)
-    float32_model.tokenizer.hf_tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 def numbers(value: Any) -> Iterator[float]:
     """Yield all numbers in a JSON value."""
     if isinstance(value, dict | list):
@@ -52,9 +42,9 @@ def numbers(value: Any) -> Iterator[float]:
 
 
 @pytest.mark.parametrize("command", NUM_CASES, ids=lambda command: command.split()[0])
-def test_all_cases_are_measured_and_written(command: str, model_folder: str, tmp_path: Path) -> None:
+def test_all_cases_are_measured_and_written(command: str, model_folder: Path, tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
-    model = ["--model", model_folder] if command.startswith(WITH_A_MODEL) else []
+    model = ["--model", str(model_folder)] if command.startswith(WITH_A_MODEL) else []
     finished = run(command, *model, "--json", str(figures))
     assert finished.returncode == 0, finished.stderr
     written = json.loads(figures.read_text())

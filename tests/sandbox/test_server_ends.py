@@ -20,7 +20,6 @@ from typing import Any
 import httpx
 import pytest
 
-from logitship.server.model.model_loader import LoadedModel
 from logitship.server.shutdown_watchdog import GRACE
 
 DEADLINE = 60.0
@@ -42,15 +41,6 @@ class Slow(CustomLogitProcessor):
         return logits
 """,
 }
-
-
-@pytest.fixture(scope="module")
-def model_folder(float32_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as a Hugging Face directory."""
-    folder = tmp_path_factory.mktemp("tiny")
-    float32_model.model.save_pretrained(folder)
-    float32_model.tokenizer.hf_tokenizer.save_pretrained(folder)
-    return folder
 
 
 class Serving:

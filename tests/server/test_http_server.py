@@ -25,7 +25,6 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.receiving import SHORT_TEXT
 from logitship.server.http_server import HTTPServer
 from logitship.server.listening import open_sockets
-from logitship.server.model.model_loader import LoadedModel
 from logitship.server.refusals import StartError
 
 DEADLINE = 120.0
@@ -131,15 +130,6 @@ class Serving:
         self._reader.join()
         assert self.process.stderr is not None
         self.process.stderr.close()
-
-
-@pytest.fixture(scope="session")
-def model_folder(float32_model: LoadedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny model as a Hugging Face folder."""
-    folder = tmp_path_factory.mktemp("tiny")
-    float32_model.model.save_pretrained(folder)
-    float32_model.tokenizer.hf_tokenizer.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

@@ -64,15 +64,13 @@ class Dev:
 
 
 @pytest.mark.usefixtures("ctrl_c_interrupts")
-def test_saves_breakpoints_and_a_loop_that_never_ends(tmp_path: Path, float32_model: LoadedModel) -> None:
-    model, author = tmp_path / "model", tmp_path / "author"
-    float32_model.model.save_pretrained(model)
-    float32_model.tokenizer.hf_tokenizer.save_pretrained(model)
+def test_saves_breakpoints_and_a_loop_that_never_ends(tmp_path: Path, model_folder: Path) -> None:
+    author = tmp_path / "author"
     author.mkdir()
     path = author / "mine.py"
     path.write_text(FILE.format("print('first')"))
     # Not from the author's folder: the debugger has to find the file.
-    dev = Dev(tmp_path, "author/mine.py", "--model-path", str(model), "--max-tokens", "1", "--completion")
+    dev = Dev(tmp_path, "author/mine.py", "--model-path", str(model_folder), "--max-tokens", "1", "--completion")
     try:
         start = dev.read_until("(Ctrl-C ends)\n")
         assert "processor_isolation is none" in start
