@@ -15,6 +15,7 @@ from logitship.builtin_processors import TokenizerThinkingBudgetLogitProcessor
 from logitship.builtin_processors.any_model_thinking_budget import TokenizerThinkingBudgetParams
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.tokenizer import Tokenizer
+from tests.builtin_processors.conftest import MakeRow, Sglang
 from tests.builtin_processors.test_thinking_budget import (
     END,
     NEW_LINE,
@@ -22,8 +23,6 @@ from tests.builtin_processors.test_thinking_budget import (
     TOKEN_IDS,
     VOCAB_SIZE,
     CountingList,
-    MakeRow,
-    Sglang,
     SmallThinkingBudget,
     random_tokens,
 )

@@ -35,7 +35,7 @@ class Request:
 
 
 Load = Callable[..., LoadedProcessor]
-NewRequest = Callable[..., Request]
+NewRequest = Callable[..., Any]
 
 
 @pytest.fixture

@@ -291,7 +291,7 @@ def test_processor_state_follows_its_beam(make_engine: BuildEngine, loaded_model
     edit = replayed(CHECKS_HISTORY, lambda: {"calls": []})
     expected = [reference(loaded_model, prompt, search, edit=edit) for prompt in PROMPTS for search in searches]
     engine = make_engine(max_num_seqs=9, processor_isolation=isolation)
-    history = [(CHECKS_HISTORY, {"calls": []})]
+    history: list[Any] = [(CHECKS_HISTORY, {"calls": []})]
     requests = [
         request(f"{i} {j}", prompt, beam_search=search, n=search.width, processors=history)
         for i, prompt in enumerate(PROMPTS)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, SourceProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
 from logitship.sampler.processors.executor import CollectEdits, ExecutorRow, LoadedProcessor, LocalGroup, RunOutcome
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
@@ -122,7 +122,7 @@ def late_executor(monkeypatch: pytest.MonkeyPatch) -> LateExecutor:
 def wanted(number: int, tenant: str = "", **fields: Any) -> GenerationRequest:
     """Return one of many requests, which together use every feature that a deferred row could get wrong."""
     ban = InstalledProcessor("disallowed_tokens")
-    chosen: list[tuple[ProcessorString, dict[str, Any]]] = [
+    chosen: list[Any] = [
         [],
         [(A, {})],
         [(A, {}), (B, {})],
