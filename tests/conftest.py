@@ -30,8 +30,12 @@ from tests.helpers.coroutines import run
 from tests.helpers.engine_requests import BuildEngine
 
 # How long an example takes depends on what else the machine does.
-settings.register_profile("logitship", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("logitship")
+COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples in each run.
+REPEATED = settings(COMMON, derandomize=True, database=None)
+settings.register_profile("fast", REPEATED, max_examples=20)
+settings.register_profile("default", REPEATED, max_examples=50)
+settings.register_profile("all", COMMON, max_examples=100, derandomize=False, print_blob=True)
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<think>", "</think>"]
 CHAT_TEMPLATE = (
@@ -115,18 +119,19 @@ SLOW = (
 samples, measure memory or start programs."""
 PEERS = frozenset({"clients_environment", "sglang", "results"})
 """Fixtures that start a peer, or download one."""
-FAST_SEEDS = 4
-"""Number of seeds that `--fast` runs of each test with a parameter `seed`."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fast", action="store_true", help="run only tests that take milliseconds, and need no sandbox")
     parser.addoption(
-        "--all", action="store_true", help="run all tests, also those that need peers or a browser, or take long"
+        "--all",
+        action="store_true",
+        help="run all tests, also those that need peers or a browser, or take long, with all random examples",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("fast" if config.getoption("--fast") else "all" if config.getoption("--all") else "default")
     if missing := [path for path in SLOW + THOROUGH if not (HERE / path).exists()]:
         raise pytest.UsageError(f"tests/conftest.py names tests that do not exist: {', '.join(missing)}")
 
@@ -185,15 +190,12 @@ def _is_thorough(item: pytest.Item) -> bool:
 
 
 def _is_slow(item: pytest.Item) -> bool:
-    """Return whether a test is marked as slow, or has a parameter of a slow one.
-
-    Such a parameter asks for sandboxes, or is a seed of many.
-    """
+    """Return whether a test is marked as slow, or has a parameter that asks for sandboxes."""
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     marked = item.get_closest_marker("slow") is not None
     # An array compares by element.
     sandboxed = any(isinstance(param, str) and param == "sandbox" for param in params.values())
-    return marked or sandboxed or params.get("seed", 0) >= FAST_SEEDS
+    return marked or sandboxed
 
 
 @pytest.fixture

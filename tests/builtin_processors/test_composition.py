@@ -27,6 +27,7 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampler import NoTokenLeftError, Sampler
 from logitship.sampler.sampling_params import SamplingParams
+from tests.helpers.random_cases import random_seeds
 
 Params = dict[str, Any]
 MakeRow = Callable[..., Params]
@@ -128,6 +129,8 @@ for _name in REGISTRY:
         _kind = MASKS if _processor.is_mask else PREFERENCES
         _kind[_name] = lambda generator, example=_processor.example: dict(example)
 ALL = MASKS | FORCING | PREFERENCES
+MIN_STEPS, MAX_STEPS = 60, 1000
+"""Steps of a random batch: as many as its test needs to see each case several times, which is seldom more than 100."""
 INSTANCES: dict[str, Any] = {name: REGISTRY.make(name) for name in ALL}
 
 
@@ -240,7 +243,7 @@ def left_by_budget(request: Request) -> set[int]:
     return set(processor.apply(torch.zeros(1, VOCAB))[0].isfinite().nonzero()[:, 0].tolist())
 
 
-@pytest.mark.parametrize("seed", range(6))
+@random_seeds(6, shares_fixtures=True)
 def test_masks_intersect_and_forcing_respects_them(seed: int, make_row: MakeRow) -> None:
     """Check each row of a random batch in each step.
 
@@ -255,7 +258,9 @@ def test_masks_intersect_and_forcing_respects_them(seed: int, make_row: MakeRow)
     alone: dict[int, Alone] = {}
     ended: list[Request] = []
     num_forced = num_ended = 0
-    for _ in range(60):
+    for step in range(MAX_STEPS):
+        if step >= MIN_STEPS and num_forced > 5 and num_ended > 5:
+            break
         for request in ended:
             batch.rows.remove(request)
             del alone[id(request)]
@@ -300,14 +305,16 @@ def test_masks_intersect_and_forcing_respects_them(seed: int, make_row: MakeRow)
     assert num_ended > 5
 
 
-@pytest.mark.parametrize("seed", range(6))
+@random_seeds(6)
 def test_certain_drafts_are_sampled(seed: int) -> None:
     """A certain draft is sampled whatever the logits are, unless one of another processor's faults ends the request."""
     torch.manual_seed(seed)
     generator = random.Random(seed)
     batch, loaded = Batch(), load()
     num_certain = num_likely = 0
-    for _ in range(60):
+    for step in range(MAX_STEPS):
+        if step >= MIN_STEPS and num_likely > num_certain > 5:
+            break
         while len(batch.rows) < 6:
             batch.rows.add(random_request(generator, loaded))
         batch.rows.condense()

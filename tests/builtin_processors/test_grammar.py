@@ -22,6 +22,7 @@ from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
 from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.processors.executor import PREPARED_KEY
 from logitship.sampler.processors.request_view import ModelView
+from tests.helpers.random_cases import random_seeds
 
 EOS, OTHER_EOS = 0, 1
 WORDS = ["ab", "bc", "abc", "ca", "cab"]
@@ -236,9 +237,10 @@ def test_mismatching_token_forbids_all_until_removed(processor: GrammarProcessor
     assert allowed(processor, row) == [expected]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_removed_tokens_leave_no_trace(processor: GrammarProcessor, new_row: Callable[..., Row], seed: int) -> None:
+@random_seeds(8, shares_fixtures=True)
+def test_removed_tokens_leave_no_trace(make_row: Callable[..., dict[str, Any]], seed: int) -> None:
     rng = random.Random(seed)
+    processor = GrammarProcessor()
     params: dict[str, Any] = rng.choice(
         [
             {"regex": "(ab|c)*a?"},
@@ -247,7 +249,7 @@ def test_removed_tokens_leave_no_trace(processor: GrammarProcessor, new_row: Cal
             {"regex": "ab*", "after": [THINK]},
         ]
     )
-    row = new_row(**params)
+    row = Row(processor, make_row, **params)
     for _ in range(40):
         action = rng.random()
         (tokens,) = allowed(processor, row)
@@ -257,7 +259,7 @@ def test_removed_tokens_leave_no_trace(processor: GrammarProcessor, new_row: Cal
             row.output.append(rng.randrange(VOCAB_SIZE))  # whether it fits or not
         elif tokens:
             row.output.append(rng.choice([*sorted(tokens)[:8], *sorted(tokens)[-2:]]))
-        fresh = new_row(**params)
+        fresh = Row(processor, make_row, **params)
         fresh.output.extend(row.output)
         assert allowed(processor, row) == allowed(processor, fresh), row.text
 

@@ -17,6 +17,7 @@ from logitship.sampler.batch_processors.logits_processors import LogitsProcessor
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
 from logitship.sampler.sampler import NoTokenLeftError, Sampler
 from logitship.sampler.sampling_params import SamplingParams
+from tests.helpers.random_cases import random_seeds
 
 CPU = torch.device("cpu")
 DATA = Path(__file__).parents[1] / "data"
@@ -152,7 +153,7 @@ def reference_forced(start: list[int], end: list[int], budget: int, prompt: list
     return end[max(n for n in range(len(end)) if n <= len(written) and written[len(written) - n :] == end[:n])]
 
 
-@pytest.mark.parametrize("seed", range(300))
+@random_seeds(300)
 def test_against_a_rescan(seed: int) -> None:
     rng = random.Random(seed)
     vocab_size = rng.choice([3, 5, 8])

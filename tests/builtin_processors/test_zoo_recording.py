@@ -30,6 +30,7 @@ from logitship.sampler.processors.executor import PREPARED_KEY
 from logitship.sampler.processors.request_view import ModelView, RequestView
 from logitship.sampler.sampling_params import SamplingParams
 from tests.helpers.clock import Clock
+from tests.helpers.random_cases import random_seeds
 from tests.helpers.zoo import (
     RECORDING,
     SCRIPTS,
@@ -192,7 +193,7 @@ def check(row: torch.Tensor, sequence: Sequence) -> None:
     torch.testing.assert_close(row, expected, rtol=1e-6, atol=1e-6, msg=lambda text: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("seed", range(5))
+@random_seeds(5)
 def test_replay(seed: int, zoo_models: dict[bool | None, ModelView]) -> None:
     rng, clock = random.Random(seed), Clock(0.0)
     instances = {name: instance(name, clock) for name in PROCESSORS}

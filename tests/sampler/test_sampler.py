@@ -25,6 +25,7 @@ from logitship.sampler.sampler import (
 )
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import StepTrace
+from tests.helpers.random_cases import random_seeds
 
 CPU = torch.device("cpu")
 INF = math.inf
@@ -144,7 +145,7 @@ def reference_processed_logprobs(
         weights = [math.exp(value - peak) for value in logits]
         reached = 0.0
         for token in ranking:
-            if reached >= params.top_p * sum(weights):
+            if params.top_p < 1 and reached >= params.top_p * sum(weights):
                 logits[token] = -INF
             reached += weights[token]
     total = math.log(sum(math.exp(value - peak) for value in logits)) + peak
@@ -179,7 +180,7 @@ def random_params(rng: random.Random, vocab_size: int, **fixed: object) -> Sampl
     return SamplingParams(**{**chosen, **fixed})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@random_seeds(40)
 def test_processed_logprobs_match_plain_loop(seed: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -237,7 +238,7 @@ def change_batch(rng: random.Random, batch: list[Request], vocab_size: int) -> B
     return BatchUpdate(len(batch), removed, added, moved)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@random_seeds(8)
 def test_rows_are_batch_invariant(seed: int) -> None:
     """In random schedules, each row equals a fresh batch of one bit for bit."""
     rng = random.Random(seed)
@@ -258,7 +259,7 @@ def test_rows_are_batch_invariant(seed: int) -> None:
             output.append(result.token_ids[row])
 
 
-@pytest.mark.parametrize("seed", range(4))
+@random_seeds(4)
 def test_subsets_of_rows_are_batch_invariant(seed: int) -> None:
     """As in speculative decoding: fewer rows at each position, with outputs that grow in between."""
     rng = random.Random(seed)

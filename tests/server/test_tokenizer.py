@@ -9,6 +9,7 @@ from tokenizers import Tokenizer as TokenizersTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from logitship.server.tokenizer import IncrementalDetokenizer, Tokenizer
+from tests.helpers.random_cases import random_seeds
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
@@ -192,7 +193,7 @@ def random_ids(rng: random.Random, tokenizer: Tokenizer, length: int) -> list[in
 
 
 @pytest.mark.parametrize("skip", [True, False])
-@pytest.mark.parametrize("seed", range(60))
+@random_seeds(60)
 def test_pieces_concatenate_to_the_decoded_text(seed: int, skip: bool, tokenizer: Tokenizer) -> None:
     rng = random.Random(seed)
     context, ids = random_ids(rng, tokenizer, rng.randint(0, 5))[:5], random_ids(rng, tokenizer, 40)

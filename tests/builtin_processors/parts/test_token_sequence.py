@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import random
 
-import pytest
-
 from logitship.builtin_processors.parts.token_sequence import TokenSequence
+from tests.helpers.random_cases import random_seeds
 
 
 def reference_matched(sequence: list[int], history: list[int]) -> int:
@@ -12,7 +11,7 @@ def reference_matched(sequence: list[int], history: list[int]) -> int:
     return max(n for n in range(len(sequence) + 1) if history[len(history) - n :] == sequence[:n])
 
 
-@pytest.mark.parametrize("seed", range(200))
+@random_seeds(200)
 def test_against_a_search_of_the_whole_history(seed: int) -> None:
     rng = random.Random(seed)
     wanted = [rng.randrange(2) for _ in range(rng.randint(1, 6))]
@@ -24,7 +23,7 @@ def test_against_a_search_of_the_whole_history(seed: int) -> None:
         assert matched == reference_matched(wanted, history[:length])
 
 
-@pytest.mark.parametrize("seed", range(100))
+@random_seeds(100)
 def test_last_occurrence(seed: int) -> None:
     rng = random.Random(seed)
     wanted = [rng.randrange(3) for _ in range(rng.randint(1, 3))]
@@ -33,7 +32,7 @@ def test_last_occurrence(seed: int) -> None:
     assert TokenSequence(wanted).end_of_last_in(history) == max(found, default=0)
 
 
-@pytest.mark.parametrize("seed", range(100))
+@random_seeds(100)
 def test_partial_match_at_the_end(seed: int) -> None:
     rng = random.Random(seed)
     wanted = [rng.randrange(2) for _ in range(rng.randint(1, 5))]

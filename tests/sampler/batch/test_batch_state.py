@@ -33,6 +33,7 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampler import Sampler
 from logitship.sampler.sampling_params import SamplingParams
+from tests.helpers.random_cases import random_seeds
 
 VOCAB = 12
 CPU = torch.device("cpu")
@@ -330,7 +331,7 @@ def new_schedule(new_request: NewRequest) -> Callable[[int], Schedule]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(6))
+@random_seeds(6, shares_fixtures=True)
 def test_every_processor_state_follows_batch(seed: int, new_schedule: Callable[[int], Schedule]) -> None:
     schedule = new_schedule(seed)
     noise = torch.Generator().manual_seed(seed)
@@ -355,7 +356,7 @@ def test_every_processor_state_follows_batch(seed: int, new_schedule: Callable[[
     assert compared > STEPS * len(CASES) / 2
 
 
-@pytest.mark.parametrize("seed", range(3))
+@random_seeds(3, shares_fixtures=True)
 def test_sampler_is_batch_invariant(seed: int, new_schedule: Callable[[int], Schedule]) -> None:
     """A whole step with the sampler's own state: penalties, bad words, temperatures, seeds."""
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from logitship.sampler.batch.persistent_batch import BatchUpdateBuilder, PersistentBatch, RowKey, adjacent_swaps
 from logitship.sampler.batch_processors.interface import AddedRequest, BatchUpdate, MoveDirectionality, MovedRequest
 from logitship.sampler.sampling_params import SamplingParams
+from tests.helpers.random_cases import random_seeds
 
 ADDED: AddedRequest = (0, SamplingParams(), [1], [])
 MOVED: MovedRequest = (2, 1, MoveDirectionality.UNIDIRECTIONAL)
@@ -159,7 +160,7 @@ def follow(rows: dict[int, list[int]], update: BatchUpdate | None) -> dict[int, 
     return rows
 
 
-@pytest.mark.parametrize("seed", range(40))
+@random_seeds(40, shares_fixtures=True)
 def test_updates_locate_every_request(seed: int, new_request: NewRequest) -> None:
     rng = random.Random(seed)
     capacity = rng.choice([1, 2, 5, 13])

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 
 from logitship.sampler.batch_processors.interface import AddedRequest, BatchUpdate, LogitsProcessor, MoveDirectionality
@@ -13,6 +12,7 @@ from logitship.sampler.batch_processors.logits_processors import (
     process_dict_updates,
 )
 from logitship.sampler.sampling_params import SamplingParams
+from tests.helpers.random_cases import random_seeds
 
 UNIDIRECTIONAL, SWAP = MoveDirectionality.UNIDIRECTIONAL, MoveDirectionality.SWAP
 
@@ -118,9 +118,9 @@ def test_discard_if() -> None:
     assert dict(rows) == {0: 2}
 
 
-@pytest.mark.parametrize("schedule", range(30))
-def test_random_schedules_match_plain_list(schedule: int) -> None:
-    rng = random.Random(schedule)
+@random_seeds(30)
+def test_random_schedules_match_plain_list(seed: int) -> None:
+    rng = random.Random(seed)
     capacity = 8
     plain: list[int | None] = [None] * capacity
     rows = BatchRows(seed_if_even)

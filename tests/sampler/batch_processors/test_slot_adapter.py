@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from logitship.sampler.batch.persistent_batch import PersistentBatch
@@ -18,6 +17,7 @@ from logitship.sampler.batch_processors.slot_interface import (
 )
 from logitship.sampler.batch_processors.vllm_config import VllmConfig, vllm_config
 from logitship.sampler.sampling_params import SamplingParams
+from tests.helpers.random_cases import random_seeds
 
 CPU = torch.device("cpu")
 SLOTS, LENGTH, VOCAB = 8, 64, 5
@@ -83,7 +83,7 @@ def added(row: int, number: int, prompt: list[int], output: list[int]) -> Any:
     return row, SamplingParams(extra_args={"number": number}), prompt, output
 
 
-@pytest.mark.parametrize("seed", range(5))
+@random_seeds(5, shares_fixtures=True)
 def test_slots_and_tokens_follow_a_random_batch(seed: int, new_request: Callable[..., Any]) -> None:
     """Compared with the batch itself; some requests make the processor fail, and some steps call it for a part."""
     rng = random.Random(seed)

@@ -5,13 +5,14 @@ import struct
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from logitship.sampler.edits.edit_codec import NUM_SLOTS, InvalidEdits, VectorSender, VectorStore, decode, encode
 from logitship.sampler.edits.edit_operations import MAX_EDITS, MAX_EDITS_PER_ROW
 from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
 from logitship.sampler.edits.merged_edits import apply_edits
+from tests.helpers.random_cases import examples
 from tests.sampler.promised_logits.promised import bits
 
 from .random_edits import VOCAB, logs
@@ -72,14 +73,14 @@ def test_recent_vectors_are_copied_once() -> None:
     assert recent.copy_of(vector.copy()) is copy
 
 
-@settings(max_examples=500)
+@examples(500)
 @given(st.binary(max_size=200))
 def test_random_bytes(data: bytes) -> None:
     check_hostile(data)
 
 
 @pytest.mark.slow
-@settings(max_examples=500)
+@examples(500)
 @given(logs(3), st.data())
 def test_changed_bytes(log: EditLog, data: st.DataObject) -> None:
     encoded = bytearray(encode(log, VectorSender()))

@@ -5,20 +5,21 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode, encode
 from logitship.sampler.edits.edit_combination import combine_edits
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.edits.merged_edits import edit_layers
+from tests.helpers.random_cases import examples
 from tests.sampler.promised_logits.promised import bits
 
 from .random_edits import VOCAB, logs, logs_by_row, one_by_one, same_but_nan
 
 
 @pytest.mark.slow
-@settings(max_examples=600)
+@examples(600)
 @given(st.integers(1, 5).flatmap(lambda rows: st.one_of(logs(rows), logs_by_row(rows))))
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_combined_edits_have_the_same_effect(log: EditLog) -> None:

@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from logitship.sampler.edits import merged_edits
@@ -14,13 +14,14 @@ from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.edits.merged_edits import apply_edits
 from tests.builtin_processors.test_without_sync import META, Copies, NoWaitingButCopies
+from tests.helpers.random_cases import examples
 
 from .random_edits import VOCAB, logs, logs_by_row, one_by_one, same_but_nan
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("on_cpu", [True, False])
-@settings(max_examples=400)
+@examples(400)
 @given(st.data())
 @pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 def test_merged_edits_are_those_of_each_call(on_cpu: bool, data: st.DataObject) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from logitship.sampler.edits.edit_combination import combine_edits
@@ -14,6 +14,7 @@ from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.edits.row_selection import finite_tokens, is_row_wise, select_rows
 from logitship.sampler.processors.early_calls import may_forbid_most
+from tests.helpers.random_cases import examples
 
 from .random_edits import VOCAB, logs, logs_by_row, one_by_one, same_but_nan
 
@@ -31,7 +32,7 @@ def some_logits(num_rows: int) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@examples(400)
 @given(st.data())
 def test_selected_rows_get_their_edits(data: st.DataObject) -> None:
     num_rows = data.draw(st.integers(1, 4))
@@ -48,7 +49,7 @@ def test_selected_rows_get_their_edits(data: st.DataObject) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@examples(400)
 @given(st.data())
 def test_values_of_other_rows_are_recognized(data: st.DataObject) -> None:
     """If edits are row-wise, no row depends on another."""
@@ -71,7 +72,7 @@ def test_restore_in_another_row_is_not_row_wise() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=400)
+@examples(400)
 @given(st.data())
 def test_finite_tokens_hold_for_all_logits(data: st.DataObject) -> None:
     edits = combine_edits(data.draw(logs(1)).edits, 1, VOCAB)
@@ -94,7 +95,7 @@ def test_forced_token_after_adding_minus_infinity_to_a_row_is_noticed() -> None:
     assert may_forbid_most(log.edits, VOCAB)
 
 
-@settings(max_examples=400)
+@examples(400)
 @given(st.data())
 def test_what_forbids_all_but_one_token_is_noticed(data: st.DataObject) -> None:
     edits = data.draw(logs(1)).edits

@@ -8,12 +8,13 @@ import torch
 
 from logitship.sampler.ops.sample_tokens import integer_weights
 from logitship.sampler.ops.top_k_top_p import kept_tokens
+from tests.helpers.random_cases import random_seeds
 
 KeepBySorting = Callable[[torch.Tensor, torch.Tensor, int, float], dict[int, int]]
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 5, 63, 700])
-@pytest.mark.parametrize("seed", range(4))
+@random_seeds(4)
 def test_kept_tokens_match_sorting(vocab_size: int, seed: int, keep_by_sorting: KeepBySorting) -> None:
     torch.manual_seed(seed)
     rows = torch.randn(6, vocab_size)

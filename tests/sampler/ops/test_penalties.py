@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 
 from logitship.sampler.ops.penalties import apply_penalties
+from tests.helpers.random_cases import random_seeds
 
 
 def penalised(logit: float, count: int, repetition: float, frequency: float, presence: float) -> float:
@@ -13,9 +13,10 @@ def penalised(logit: float, count: int, repetition: float, frequency: float, pre
     return logit - frequency * count - (presence if count > 0 else 0)
 
 
-@pytest.mark.parametrize("seed", range(10))
+@random_seeds(10)
 def test_penalties_match_plain_loop(seed: int) -> None:
     rng = random.Random(seed)
+    torch.manual_seed(seed)
     logits = torch.randn(5, 40) * 5
     logits[0, :5] = torch.tensor([0.0, -0.0, float("-inf"), 1e4, -1e4])
     entries = [

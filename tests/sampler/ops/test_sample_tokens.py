@@ -13,6 +13,7 @@ from logitship.sampler.ops.sample_tokens import (
     uniform_numbers,
 )
 from logitship.sampler.ops.top_k_top_p import top_k_top_p_sample
+from tests.helpers.random_cases import random_seeds
 
 # Known answers from Random123, the authors' implementation (kat_vectors, philox4x32 with 10 rounds).
 KNOWN_ANSWERS = [
@@ -124,7 +125,7 @@ def test_chi_square_with_random_numbers() -> None:
     assert float(((hits - expected) ** 2 / expected).sum()) < 99 + 5 * 14
 
 
-@pytest.mark.parametrize("seed", range(5))
+@random_seeds(5)
 def test_sampling_is_batch_invariant(seed: int) -> None:
     """Equal bit for bit alone, among rows of every kind, and in another order."""
     torch.manual_seed(seed)

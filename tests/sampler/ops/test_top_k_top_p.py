@@ -14,6 +14,7 @@ from logitship.sampler.ops.top_k_top_p import (
     sample_from_candidates,
     top_k_top_p_sample,
 )
+from tests.helpers.random_cases import random_seeds
 
 SampleBySorting = Callable[[torch.Tensor, torch.Tensor, int, float, float], int]
 
@@ -45,7 +46,7 @@ def sample_candidates(
 
 
 @pytest.mark.parametrize("vocab_size", [1, 2, 5, 63, 1500])
-@pytest.mark.parametrize("seed", range(4))
+@random_seeds(4)
 def test_sample_from_all_matches_sorting(vocab_size: int, seed: int, sample_by_sorting: SampleBySorting) -> None:
     torch.manual_seed(seed)
     logits = distributions(vocab_size)
@@ -93,7 +94,7 @@ def test_sample_from_all_with_large_buckets(name: str, sample_by_sorting: Sample
 
 
 @pytest.mark.parametrize("width", [64, 512])
-@pytest.mark.parametrize("seed", range(4))
+@random_seeds(4)
 def test_candidates_agree_with_whole_vocabulary(width: int, seed: int) -> None:
     torch.manual_seed(seed)
     logits = distributions(2000)

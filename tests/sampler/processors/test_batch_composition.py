@@ -19,6 +19,7 @@ from logitship.sampler.batch_processors.logits_processors import LogitsProcessor
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
 from logitship.sampler.sampler import Sampler
 from logitship.sampler.sampling_params import SamplingParams
+from tests.helpers.random_cases import random_seeds
 
 CPU = torch.device("cpu")
 ROWS = 19
@@ -89,7 +90,7 @@ def sample(rows: list[Row], chosen: list[int] | None = None) -> Sampled:
 
 
 @pytest.mark.parametrize("vocab_size", VOCABS)
-@pytest.mark.parametrize("seed", range(3))
+@random_seeds(3, shares_fixtures=True)
 def test_rows_are_bitwise_batch_invariant(seed: int, vocab_size: int, threads: int) -> None:
     rng = random.Random(seed)
     torch.manual_seed(seed)

@@ -13,6 +13,7 @@ from logitship.client.serialization.artifact import Artifact
 from logitship.client.serialization.processor_string import PickledProcessor, ProcessorString, SourceProcessor
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCache, ProcessorCacheFull
+from tests.helpers.random_cases import random_seeds
 
 
 class CountingExecutor:
@@ -300,7 +301,7 @@ def test_evicted_processor_is_unloaded_before_load() -> None:
     assert executor.loads == ["A", "B"]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@random_seeds(5)
 def test_threads_never_exceed_limits(seed: int) -> None:
     executor = CountingExecutor()
     cache = ProcessorCache(executor, max_entries=3, max_bytes=100)
@@ -481,7 +482,7 @@ def test_failed_load_frees_capacity() -> None:
     cache.acquire(string("B"))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@random_seeds(20)
 def test_random_use_matches_plain_list(seed: int) -> None:
     rng = random.Random(seed)
     executor = CountingExecutor()
@@ -490,6 +491,7 @@ def test_random_use_matches_plain_list(seed: int) -> None:
     sizes = {name: rng.randint(1, 4) for name in "ABCDEF"}
     kept: list[str] = []  # least recently used first
     users: dict[str, list[LoadedProcessor]] = {name: [] for name in sizes}
+    evictions = 0
     for _ in range(300):
         name = rng.choice("ABCDEF")
         if users[name] and rng.random() < 0.55:
@@ -512,11 +514,12 @@ def test_random_use_matches_plain_list(seed: int) -> None:
             idle = [other for other in kept if not users[other]]
             while len(kept) + 1 > max_entries or sum(sizes[other] for other in kept) + sizes[name] > max_bytes:
                 kept.remove(idle.pop(0))
+                evictions += 1
             kept.append(name)
         stats = cache.stats()
         assert (stats.entries, stats.bytes) == (len(kept), sum(sizes[other] for other in kept))
     assert cache.stats().misses == len(executor.loads)
-    assert cache.stats().evictions > 0
+    assert cache.stats().evictions == evictions
 
 
 def acquire(cache: ProcessorCache, tenant: str, names: str) -> list[LoadedProcessor]:

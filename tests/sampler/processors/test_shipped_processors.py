@@ -18,6 +18,7 @@ from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.sampler.sampling_params import SamplingParams
+from tests.helpers.random_cases import random_seeds
 
 VOCAB = 8
 Load = Callable[..., LoadedProcessor]
@@ -437,7 +438,7 @@ def fails_at(logits: torch.Tensor, params: list[Params]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("seed", range(25))
+@random_seeds(25, shares_fixtures=True)
 def test_random_schedules_match_each_request_alone(
     seed: int, new_shipped: NewShipped, shipping: Shipping, load: Load
 ) -> None:

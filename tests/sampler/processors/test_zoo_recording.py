@@ -22,6 +22,7 @@ from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.adapter import AdapterLogitsProcessor, RequestLogitsProcessor
 from logitship.sampler.sampling_params import SamplingParams
 from tests.helpers.clock import Clock
+from tests.helpers.random_cases import random_seeds
 from tests.helpers.zoo import (
     RECORDING,
     SCRIPTS,
@@ -190,7 +191,7 @@ def schedule(waiting: list[Sequence], rng: random.Random) -> Iterator[tuple[Pers
         ended = [sequence for sequence in members if not sequence.advance()]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@random_seeds(5, shares_fixtures=True)
 def test_recording_is_reproduced(seed: int, clock: Clock, tokenizers: dict[bool | None, Any]) -> None:
     rng = random.Random(seed)
     waiting = [sequence for script in replayed() for sequence in sequences_of(script)]
@@ -200,12 +201,13 @@ def test_recording_is_reproduced(seed: int, clock: Clock, tokenizers: dict[bool 
     places: dict[Sequence, set[int]] = {}
     for batch, members in schedule(waiting, rng):
         update = batch.commit()
+        for adapter in adapters:
+            adapter.update_state(update)
         if not members:
             continue
         logits = torch.stack([sequence.call.logits for sequence in members])
         faults: dict[int, ProcessorFault] = {}
         for adapter in adapters:
-            adapter.update_state(update)
             logits = adapter.apply(logits)
             faults |= dict(adapter.take_faults())
         for row, sequence in enumerate(members):

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from logitship.sampler.edits.edit_operations import EditRows, Put
@@ -20,6 +20,7 @@ from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.promised_logits.promise import Promise
 from logitship.sampler.promised_logits.promised_index import Cells
 from logitship.sampler.promised_logits.promised_memory import RecentCalls, Source
+from tests.helpers.random_cases import examples
 
 from .promised import assert_same, bits, eager, example_logits, promised
 
@@ -317,7 +318,7 @@ STATEMENTS = [*RECORDED, *READ[:-3], "old = l[0]; l = l + 0.5; l[1] = 2.", "l[0]
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch warns once, so in only one of two calls
-@settings(max_examples=300)
+@examples(300)
 @given(st.lists(st.sampled_from(STATEMENTS), min_size=2, max_size=6), st.integers(0, 1000))
 def test_random_programs(statements: list[str], seed: int) -> None:
     program = function("; ".join(statements))

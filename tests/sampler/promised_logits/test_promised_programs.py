@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+
+from tests.helpers.random_cases import examples
 
 from .promised import Outcome, assert_same, eager, promised
 from .promised_programs import NUM_ROWS, VOCAB_SIZE, function_of, programs
@@ -29,14 +31,14 @@ def outcome_of_promised(statements: list[str], logits: torch.Tensor, *, read_fir
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # PyTorch warns once, so in only one of two calls
-@settings(max_examples=400)
+@examples(400)
 @given(programs(), st.integers(0, 50))
 def test_random_programs(statements: list[str], seed: int) -> None:
     outcome_of_promised(statements, logits_of(seed))
 
 
 @pytest.mark.filterwarnings("ignore")
-@settings(max_examples=100)
+@examples(100)
 @given(programs(), st.integers(0, 50))
 def test_random_programs_after_a_read(statements: list[str], seed: int) -> None:
     outcome_of_promised(statements, logits_of(seed), read_first=True)

@@ -30,6 +30,7 @@ from logitship.sampler.sandbox.protocol import (
     check_plain,
     pack,
 )
+from tests.helpers.random_cases import random_seeds
 
 
 @given(st.sampled_from([*Command, *Answer]), st.integers(0, (1 << 32) - 1), st.binary())
@@ -188,7 +189,7 @@ def test_shared_containers_are_visited_once() -> None:
     check_plain(nested(100, lambda value: [value, value]))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@random_seeds(20)
 def test_accepted_values_round_trip_through_marshal(seed: int) -> None:
     rng = random.Random(seed)
     odd: list[Any] = [OrderedDict(), Text("a"), numpy.float32(1), bytearray(b"x")]

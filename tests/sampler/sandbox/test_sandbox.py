@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from logitship.sampler.sandbox import sandbox as sandbox_module
@@ -34,6 +34,7 @@ from logitship.sampler.sandbox.protocol import (
 )
 from logitship.sampler.sandbox.sandbox import Sandbox, SandboxDied, wait_for_any
 from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError
+from tests.helpers.random_cases import examples
 
 LONG = 60.0
 
@@ -272,7 +273,7 @@ def test_unsolicited_answer_kills_the_sandbox(pair: tuple[Sandbox, Peer]) -> Non
     assert died(sandbox).kind == "protocol"
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(
     st.lists(
         st.one_of(

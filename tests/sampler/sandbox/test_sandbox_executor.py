@@ -39,6 +39,7 @@ from logitship.sampler.sandbox.sandbox import Sandbox
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits, SandboxStats
 from logitship.sampler.sandbox.sandbox_run import SandboxedProcessor, read_faults
 from logitship.sampler.sandbox.zygote_process import ZygoteProcess
+from tests.helpers.random_cases import random_seeds
 
 from .conftest import MAX_ROWS, VOCAB, Caller, faults, sandbox_of, source, stopped
 
@@ -777,13 +778,12 @@ def with_processors(sampling: SamplingParams, uses: tuple[ProcessorUse, ...]) ->
     return SamplingParams(**(values | {"processors": uses}))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@random_seeds(4, shares_fixtures=True)
 def test_results_equal_those_of_in_process_executor(
     zygote: ZygoteProcess,
     model: ModelView,
     new_request: Callable[..., Any],
     seed: int,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     chance = random.Random(seed)
     torch.manual_seed(seed)

@@ -27,6 +27,7 @@ from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import Chunk, ModelRunner, OutputLogits
 from logitship.server.requests.messages import GenerationChunk
 from logitship.server.requests.sequence import Sequence
+from tests.helpers.random_cases import random_seeds
 
 MAX_NUM_SEQS = 6
 INTERLEAVED = ["A", "B", "A", "B", "", "A", "AB", "", "BA", "C", "B", "AC"]
@@ -163,13 +164,19 @@ def watched(loaded_model: LoadedModel) -> WatchedEngine:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(4))
-def test_groups_are_adjacent_views_in_every_step(seed: int, watched: WatchedEngine) -> None:
+@random_seeds(4)
+def test_groups_are_adjacent_views_in_every_step(seed: int, loaded_model: LoadedModel) -> None:
     rng = random.Random(seed)
+    watched = WatchedEngine(loaded_model)
     added: dict[str, tuple[Sequence, str]] = {}
     swaps = 0
-    while len(added) < 40 or watched.running:
-        while len(added) < 40 and (not watched.running or rng.random() < 0.5):
+
+    def are_more() -> bool:
+        # In one of a thousand schedules, 40 requests make fewer swaps.
+        return len(added) < (40 if swaps > 5 else 200)
+
+    while are_more() or watched.running:
+        while are_more() and (not watched.running or rng.random() < 0.5):
             rid, letters = f"{seed}-{len(added)}", INTERLEAVED[len(added) % len(INTERLEAVED)]
             added[rid] = watched.add(rid, letters, rng.randint(1, 12)), letters
         if rng.random() < 0.1:

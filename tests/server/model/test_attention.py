@@ -8,6 +8,7 @@ import torch
 from logitship.server.model import attention
 from logitship.server.model.attention import DecodeBatch, Segment, StepLayout, cheapest_batches
 from logitship.server.model.kv_cache import CacheShape, SlotCache
+from tests.helpers.random_cases import random_seeds
 
 CPU = torch.device("cpu")
 
@@ -46,8 +47,8 @@ def test_order_that_is_its_own_inverse() -> None:
     assert order.tolist() == [2, 3, 0, 1]
 
 
-@pytest.mark.parametrize("seed", range(200))
 @pytest.mark.usefixtures("num_calls")
+@random_seeds(200, shares_fixtures=True)
 def test_order_restores_the_packed_row(seed: int) -> None:
     """Each call returns its tokens in its own order; `order` restores that of the packed row."""
     rng = random.Random(seed)

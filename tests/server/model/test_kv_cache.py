@@ -17,6 +17,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.model.kv_cache import BLOCK_SIZE, CacheShape, PrefixCache, SlotCache, allocate_zeros
 from logitship.server.requests.messages import BeamSearch
 from tests.helpers.engine_requests import BuildEngine, Output, generate, generate_all, request
+from tests.helpers.random_cases import random_seeds
 
 SHAPE = CacheShape(num_layers=2, num_slots=3, num_kv_heads=2, max_len=5, head_dim=4)
 
@@ -156,7 +157,7 @@ class ReferenceCache:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capacity", [0, 1, 3, 8, 100])
-@pytest.mark.parametrize("seed", range(3))
+@random_seeds(3)
 def test_cache_matches_the_reference(capacity: int, seed: int) -> None:
     rng = random.Random(seed)
     cache = slots()

@@ -37,6 +37,7 @@ from logitship.server.model.attention import Segment, StepLayout
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import Chunk, ModelRunner
 from logitship.server.refusals import UnsupportedModel
+from tests.helpers.random_cases import random_seeds
 
 from .conftest import TINY_SIZES
 
@@ -143,11 +144,12 @@ class Plain:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@random_seeds(3, shares_fixtures=True)
 def test_packed_steps_match_the_plain_model(seed: int, num_calls: int, model: PreTrainedModel) -> None:
     rng = random.Random(seed)
+    torch.manual_seed(seed)
     plain = Plain(model)
-    runner = ModelRunner(model, num_slots=5, max_len=MAX_LEN)
+    runner = ModelRunner(copy.deepcopy(model), num_slots=5, max_len=MAX_LEN)
     for layer in (*runner.cache.keys, *runner.cache.values):
         layer.normal_()  # values of earlier sequences must not matter
     sequences: dict[int, list[int]] = {}

@@ -4,12 +4,11 @@ import asyncio
 import random
 import threading
 
-import pytest
-
 from logitship.server.offline.queue_semaphore import QueueSemaphore
+from tests.helpers.random_cases import random_seeds
 
 
-@pytest.mark.parametrize("seed", range(5))
+@random_seeds(5)
 def test_limit_and_fifo_order(seed: int) -> None:
     choice = random.Random(seed)
     sizes = [choice.randint(1, 5) for _ in range(60)]
@@ -36,7 +35,7 @@ def test_limit_and_fifo_order(seed: int) -> None:
     assert semaphore._free == 5
 
 
-@pytest.mark.parametrize("seed", range(5))
+@random_seeds(5)
 def test_cancelled_waiters_release_slots(seed: int) -> None:
     choice = random.Random(seed)
     semaphore = QueueSemaphore(4)

@@ -18,6 +18,7 @@ from logitship.server.processors.artifact_store import (
     ArtifactTooLarge,
     StoredArtifact,
 )
+from tests.helpers.random_cases import random_seeds
 
 OVERHEAD = 1 << 14
 SPACE_FOR_THREE = 3 * (OVERHEAD + 100)
@@ -148,7 +149,7 @@ def test_other_tenants_cannot_keep_an_artifact_from_being_evicted() -> None:
     assert digests(store, "one") == {second, third, fourth}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@random_seeds(20)
 def test_totals_are_those_of_what_is_there(seed: int) -> None:
     generator = random.Random(seed)
     store = ArtifactStore(max_bytes=6 * (OVERHEAD + 100))

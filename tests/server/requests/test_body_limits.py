@@ -4,12 +4,13 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from logitship.server.refusals import QueueFull
 from logitship.server.requests import body_limits
 from logitship.server.requests.body_limits import MAX_DEPTH, JSONScan, QueuedBytes, scan_json
+from tests.helpers.random_cases import examples
 
 MANY = 10**9
 
@@ -35,7 +36,7 @@ def depth_of(value: Any) -> int:
 
 
 @given(value=values, block=st.integers(1, 20), ascii_only=st.booleans())
-@settings(max_examples=300)
+@examples(300)
 def test_counts_match_the_decoded_value(value: Any, block: int, ascii_only: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii_only).encode()
     scan = JSONScan()

@@ -11,6 +11,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import FinishReason, GenerationChunk
 from logitship.server.requests.sequence import Sequence, StopMatch, StopStrings
 from logitship.server.tokenizer import Tokenizer
+from tests.helpers.random_cases import random_seeds
 
 EOS = 1
 STOP = 40
@@ -82,7 +83,7 @@ def test_many_stop_strings_take_no_longer_than_few() -> None:
 
 
 @pytest.mark.parametrize("include", [True, False])
-@pytest.mark.parametrize("seed", range(100))
+@random_seeds(100)
 def test_match_does_not_depend_on_piece_boundaries(seed: int, include: bool) -> None:
     rng = random.Random(seed)
     for _ in range(50):
@@ -114,7 +115,7 @@ def random_params(rng: random.Random) -> Iterator[tuple[str, Any]]:
         yield "stop_regex", [r"[a-f]\w+"]
 
 
-@pytest.mark.parametrize("seed", range(200))
+@random_seeds(200)
 def test_late_chunks_are_the_same(tokenizer: Tokenizer, seed: int) -> None:
     rng = random.Random(seed)
     params = dict(random_params(rng))

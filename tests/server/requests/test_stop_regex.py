@@ -19,6 +19,7 @@ from logitship.server.requests.stop_regex import (
     compile_stop_regex,
 )
 from logitship.server.tokenizer import IncrementalDetokenizer, Tokenizer
+from tests.helpers.random_cases import random_seeds
 
 END = 1
 CHARACTERS = "aAb_ \né1²"
@@ -61,7 +62,7 @@ def first_match(patterns: list[str], text: str, begin: int) -> str | None:
     return next((pattern for pattern in patterns if re.compile(pattern).search(text, begin)), None)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@random_seeds(4)
 def test_finds_what_re_finds_after_each_piece(seed: int) -> None:
     generator = random.Random(seed)
     found = 0
@@ -293,7 +294,7 @@ def test_min_tokens(grow: Grown) -> None:
     assert text_of(grow("ab b", stop_regex=r"\bb", min_tokens=1)) == "ab b"
 
 
-@pytest.mark.parametrize("seed", range(3))
+@random_seeds(3, shares_fixtures=True)
 def test_sequences_end_where_a_search_of_the_whole_text_says(grow: Grown, tokenizer: Tokenizer, seed: int) -> None:
     generator = random.Random(seed)
     kinds = set()

@@ -22,7 +22,10 @@ from tests.helpers.processors import CHECKS_HISTORY
 from ..vllm.early_executor import EarlyExecutor  # noqa: TID252
 from .fake_scheduler import EOS, MAX_ROWS, VOCAB_SIZE, FakeReq
 
+SHIPPED_EXECUTOR = "logitship.server.plugins.plugin_processors.shipped_executor"
+
 MakeReq = Callable[..., FakeReq]
+NewSteps = Callable[..., tuple[PluginProcessors, StepProcessors]]
 
 
 class FinishAbort(SimpleNamespace):
@@ -56,7 +59,7 @@ def early_executor(monkeypatch: pytest.MonkeyPatch) -> EarlyExecutor:
     """The executor of all shipped processors: half of their calls begin before their logits exist."""
     executor = EarlyExecutor()
     executor.share = 0.5
-    monkeypatch.setattr("logitship.server.plugins.plugin_processors.shipped_executor", lambda *args: executor)
+    monkeypatch.setattr(SHIPPED_EXECUTOR, lambda *args: executor)
     return executor
 
 
@@ -67,8 +70,28 @@ def processors(settings: SglangSettings, model: ModelView) -> PluginProcessors:
 
 @pytest.fixture
 def steps(settings: SglangSettings, model: ModelView, processors: PluginProcessors) -> StepProcessors:
-    one_rank = SamplingRanks(SimpleNamespace(rank_in_group=0, world_size=1))
-    return StepProcessors(settings, model, processors, one_rank)
+    return StepProcessors(settings, model, processors, one_rank())
+
+
+@pytest.fixture
+def new_steps(settings: SglangSettings, model: ModelView) -> NewSteps:
+    """Factory of processors and the steps that run them, with an executor of their own, for tests of several examples.
+
+    Without `executor`, they have the one that the settings ask for.
+    """
+
+    def new(executor: EarlyExecutor | None = None) -> tuple[PluginProcessors, StepProcessors]:
+        with pytest.MonkeyPatch.context() as patch:
+            if executor is not None:
+                patch.setattr(SHIPPED_EXECUTOR, lambda *args: executor)
+            processors = for_execution(settings, model, MAX_ROWS, logging.getLogger("sglang.logitship"))
+        return processors, StepProcessors(settings, model, processors, one_rank())
+
+    return new
+
+
+def one_rank() -> SamplingRanks:
+    return SamplingRanks(SimpleNamespace(rank_in_group=0, world_size=1))
 
 
 @pytest.fixture

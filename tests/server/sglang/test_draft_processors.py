@@ -18,8 +18,9 @@ from logitship.server.sglang.forward_step import ForwardStep
 from logitship.server.sglang.generate_fields import ADMITTED
 from logitship.server.sglang.scheduled_request import find_scheduled, scheduled
 from logitship.server.sglang.step_processors import StepProcessors
+from tests.helpers.random_cases import random_seeds
 
-from .conftest import MakeReq
+from .conftest import MakeReq, NewSteps
 from .fake_scheduler import EOS, VOCAB_SIZE, FakeReq
 
 CHOICE = 5
@@ -158,11 +159,10 @@ def chain(*tokens: int) -> Draft:
     return lambda req, rng: ([req.output_ids[-1], *tokens], list(range(-1, len(tokens))))
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_histories_are_exact_behind_accepted_drafts(
-    seed: int, steps: StepProcessors, processors: PluginProcessors, make_req: MakeReq
-) -> None:
+@random_seeds(8, shares_fixtures=True)
+def test_histories_are_exact_behind_accepted_drafts(seed: int, new_steps: NewSteps, make_req: MakeReq) -> None:
     """The processor checks in each call that its history is what it forced, and that it is called once a token."""
+    processors, steps = new_steps()
     rng = random.Random(seed)
     expected: dict[FakeReq, list[int]] = {}
     for number in range(6):

@@ -14,23 +14,22 @@ from logitship.server.sglang.forward_step import ForwardStep
 from logitship.server.sglang.generate_fields import ADMITTED
 from logitship.server.sglang.scheduled_request import find_scheduled, scheduled
 from logitship.server.sglang.step_processors import StepProcessors
+from tests.helpers.random_cases import random_seeds
 
 from ..vllm.early_executor import EarlyExecutor  # noqa: TID252
-from .conftest import MakeReq
+from .conftest import MakeReq, NewSteps
 from .fake_scheduler import VOCAB_SIZE, FakeReq, FakeScheduler
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-@pytest.mark.parametrize("seed", range(12))
+@random_seeds(12, shares_fixtures=True)
 def test_histories_are_exact_in_every_schedule(
-    seed: int,
-    overlap: bool,
-    early_executor: EarlyExecutor,
-    steps: StepProcessors,
-    processors: PluginProcessors,
-    make_req: MakeReq,
+    seed: int, overlap: bool, new_steps: NewSteps, make_req: MakeReq
 ) -> None:
     """Covers prompt chunks, retraction, moves of rows, tokens in flight, a step too many, early calls, and faults."""
+    early_executor = EarlyExecutor()
+    early_executor.share = 0.5
+    processors, steps = new_steps(early_executor)
     rng = random.Random(seed)
     expected: dict[FakeReq, list[int]] = {}
     for number in range(24):
@@ -54,12 +53,13 @@ def test_histories_are_exact_in_every_schedule(
     assert not early_executor.unfinished
 
 
-@pytest.mark.parametrize("seed", range(8))
+@random_seeds(8, shares_fixtures=True)
 def test_stop_between_the_begin_of_a_call_and_its_logits_ends_only_its_request(
-    seed: int, early_executor: EarlyExecutor, steps: StepProcessors, processors: PluginProcessors, make_req: MakeReq
+    seed: int, new_steps: NewSteps, make_req: MakeReq
 ) -> None:
     """With a grammar in the batch, SGLang samples a step after it has looked for stop strings in the one before."""
-    early_executor.share = 1.0
+    early_executor = EarlyExecutor()
+    processors, steps = new_steps(early_executor)
     rng = random.Random(seed)
     expected: dict[FakeReq, list[int]] = {}
     for number in range(16):

@@ -21,14 +21,18 @@ from .early_executor import EarlyExecutor
 from .fake_runner import EOS, FAULT_TOKEN, MAX_ROWS, VOCAB_SIZE, OneRank, Record, Runner
 
 MakeParams = Callable[..., Any]
-MakeBatch = Callable[[Runner], ShippedBatch]
+NewProcessors = Callable[[EarlyExecutor], VllmProcessors]
+MakeBatch = Callable[..., ShippedBatch]
+
+
+SHIPPED_EXECUTOR = "logitship.server.plugins.plugin_processors.shipped_executor"
 
 
 @pytest.fixture
 def early_executor(monkeypatch: pytest.MonkeyPatch) -> EarlyExecutor:
     """The executor of all shipped processors."""
     executor = EarlyExecutor()
-    monkeypatch.setattr("logitship.server.plugins.plugin_processors.shipped_executor", lambda *args: executor)
+    monkeypatch.setattr(SHIPPED_EXECUTOR, lambda *args: executor)
     return executor
 
 
@@ -88,8 +92,22 @@ def processors(settings: VllmSettings, model: ModelView) -> VllmProcessors:
 
 
 @pytest.fixture
+def new_processors(settings: VllmSettings, model: ModelView) -> NewProcessors:
+    """Factory of processors that an executor of their own runs, for tests of several examples."""
+
+    def new(executor: EarlyExecutor) -> VllmProcessors:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(SHIPPED_EXECUTOR, lambda *args: executor)
+            return for_execution(settings, model, MAX_ROWS)
+
+    return new
+
+
+@pytest.fixture
 def make_batch(model: ModelView, processors: VllmProcessors) -> MakeBatch:
-    def make(runner: Runner) -> ShippedBatch:
+    """Factory of the plugin on a runner, with `processors` or with other ones."""
+
+    def make(runner: Runner, processors: VllmProcessors = processors) -> ShippedBatch:
         return ShippedBatch(model, torch.device("cpu"), processors, BatchRequests(runner), FAULT_TOKEN, OneRank())
 
     return make

@@ -15,26 +15,28 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.shipped_batch import ShippedBatch
 from logitship.server.vllm.vllm_processors import VllmProcessors
+from tests.helpers.random_cases import random_seeds
 
-from .conftest import MakeBatch, MakeParams
+from .conftest import MakeBatch, MakeParams, NewProcessors
 from .early_executor import EarlyExecutor
 from .fake_runner import FAULT_TOKEN, VOCAB_SIZE, Record, Runner, add_to_row_0, alone, is_ended, run
 
 
 @pytest.mark.parametrize(("is_async", "share"), [(False, 0.0), (False, 0.8), (True, 0.8)])
-@pytest.mark.parametrize("seed", range(12))
+@random_seeds(12, shares_fixtures=True)
 def test_histories_are_exact_in_every_schedule(
     seed: int,
     is_async: bool,
     share: float,
-    early_executor: EarlyExecutor,
+    new_processors: NewProcessors,
     make_batch: MakeBatch,
     request_of: Callable[..., Record],
     vllm_params: MakeParams,
-    processors: VllmProcessors,
 ) -> None:
     """Covers prompt chunks, preempted requests, moves, placeholders, one step too many, faults, and early calls."""
+    early_executor = EarlyExecutor()
     early_executor.share = share
+    processors = new_processors(early_executor)
     rng = random.Random(seed)
     runner = Runner(seed, is_async)
     records: list[Record] = []
@@ -51,7 +53,7 @@ def test_histories_are_exact_in_every_schedule(
             records.append(request_of(req_id, prompt, tokens, first=first, fails_at=fails_at))
             forced = list(range(first, first + tokens))
             expected[req_id] = forced if fails_at is None else [*forced[:fails_at], FAULT_TOKEN]
-    batch = make_batch(runner)
+    batch = make_batch(runner, processors)
     assert run(runner, batch, *records) == expected
     assert processors.in_use == 0
     assert not batch._kept

@@ -22,6 +22,7 @@ from logitship.server.vllm.shipped_batch import ShippedBatch
 from logitship.server.vllm.slot_batch import SlotBatch
 from logitship.server.vllm.slot_requests import SlotRequests
 from logitship.server.vllm.vllm_processors import VllmProcessors
+from tests.helpers.random_cases import random_seeds
 
 from .early_executor import EarlyExecutor
 
@@ -237,7 +238,7 @@ def expected_logits(request: Request, logits: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("begins_early", [True, False])
-@pytest.mark.parametrize("seed", range(30))
+@random_seeds(30)
 def test_histories_are_exact_in_every_schedule(seed: int, begins_early: bool) -> None:
     rng = random.Random(seed)
     recorder = Recorder()
@@ -446,7 +447,7 @@ def logits_after(request: Request, drafts: list[int], logits: torch.Tensor) -> t
     return row
 
 
-@pytest.mark.parametrize("seed", range(40))
+@random_seeds(40)
 def test_processors_follow_the_accepted_draft_tokens(seed: int) -> None:
     """Rows that count are those a processor leaves that was called for the accepted tokens alone, in order."""
     rng = random.Random(seed)
