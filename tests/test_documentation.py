@@ -9,7 +9,7 @@ import json
 import re
 import runpy
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -119,14 +119,15 @@ def blocks_of(page: Path) -> Iterator[Block]:
 BLOCKS = [block for page in PAGES for block in blocks_of(page)]
 CURL_BLOCKS = [block for block in BLOCKS if block.language == "bash" and not block.word]
 PYTHON_PAGES = [
-    pytest.param(
-        page,
-        id=page.name,
-        marks=pytest.mark.thorough if page.name in ON_THE_DEFAULT_MODEL | LOADS_THE_DEFAULT_MODEL else (),
-    )
+    page
     for page in PAGES
     if page.name not in BY_ITSELF and any(block.language == "python" for block in blocks_of(page))
 ]
+
+
+def marks_of(page: Path) -> Sequence[pytest.MarkDecorator]:
+    """Return the marks of the tests that run the examples of a page."""
+    return [pytest.mark.thorough] if page.name in ON_THE_DEFAULT_MODEL | LOADS_THE_DEFAULT_MODEL else []
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +194,7 @@ def test_blocks_that_are_not_run_are_listed() -> None:
 
 
 @pytest.mark.timeout(1500)  # the cookbook generates much, on a machine that may be busy
-@pytest.mark.parametrize("page", PYTHON_PAGES)
+@pytest.mark.parametrize("page", [pytest.param(page, id=page.name, marks=marks_of(page)) for page in PYTHON_PAGES])
 def test_python_of_a_page_runs_as_one_script(
     page: Path,
     request: pytest.FixtureRequest,
@@ -220,7 +221,9 @@ def test_python_of_a_page_runs_as_one_script(
             assert is_shown(expected, output), f"{output}is not\n{expected}"
 
 
-@pytest.mark.parametrize("block", CURL_BLOCKS, ids=str)
+@pytest.mark.parametrize(
+    "block", [pytest.param(block, id=str(block), marks=marks_of(block.page)) for block in CURL_BLOCKS]
+)
 def test_curl_commands_run(block: Block, request: pytest.FixtureRequest) -> None:
     command = shlex.split(block.text)
     assert command.count("curl") == 1

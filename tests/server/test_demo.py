@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +17,7 @@ from logitship.client.records import FinishReason, Generation, Receipt
 from logitship.client.serialization.loading import instantiate_prepared
 from logitship.server.config import ServerConfig
 from logitship.server.demo import (
+    PROMPTS,
     VARIANTS,
     demo_config,
     describe_receipts,
@@ -96,3 +102,20 @@ def test_demo_server_is_local() -> None:
     assert (config.host, config.port, config.api_key, config.shipping_api_key) == ("127.0.0.1", 0, (), ())
     assert config.enable_custom_logit_processor
     assert config.model_path == "some/model"
+
+
+@pytest.mark.slow
+def test_command_on_the_default_model() -> None:
+    """Both questions are answered plainly and by two classes in sandboxes. The narrow page stacks the answers."""
+    command = [Path(sysconfig.get_path("scripts"), "logitship"), "demo"]
+    done = subprocess.run(command, env=os.environ | {"COLUMNS": "30"}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    answers = {
+        variant.title: re.findall(rf"^   {variant.title}\n   -+\n((?:   .+\n)+)", done.stdout, re.MULTILINE)
+        for variant in VARIANTS
+    }
+    assert [len(texts) for texts in answers.values()] == [len(PROMPTS)] * 3, done.stdout
+    assert ["e" in text.lower() for text in answers["Plain model"] + answers["Lipogram"]] == [True, True, False, False]
+    receipts = re.findall(r"^   (\w+) +sha256:\w+…  +(\d+) steps", done.stdout, re.MULTILINE)
+    assert sorted(name for name, _ in receipts) == ["Alliteration"] * 2 + ["Lipogram"] * 2
+    assert all(int(steps) > 0 for _, steps in receipts)
