@@ -16,6 +16,7 @@ from llguidance import regex_to_lark
 
 from logitship.builtin_processors.params import shown
 
+from .schema_adaptation import adapt
 from .schema_recursion import check_recursion
 
 
@@ -33,7 +34,7 @@ def json_value(schema: dict[str, Any] | bool | str, whitespace_pattern: str | No
             for any.
 
     Raises:
-        ValueError: the text is not JSON, or not a schema, or nothing matches the schema.
+        ValueError: the text is not JSON, or not a schema, or nothing matches the schema, or it has inexact numbers.
     """
     if isinstance(schema, str):
         schema = json.loads(schema)
@@ -46,7 +47,8 @@ def json_value(schema: dict[str, Any] | bool | str, whitespace_pattern: str | No
     options: dict[str, Any] = {"lenient": False}
     if whitespace_pattern is not None:
         options |= {"whitespace_pattern": whitespace_pattern} if whitespace_pattern else {"whitespace_flexible": False}
-    schema = {} if schema is True else schema
+    schema, more = adapt({} if schema is True else schema)
+    options |= more
     return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 

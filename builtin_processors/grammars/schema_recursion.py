@@ -28,6 +28,19 @@ def check_recursion(schema: Any) -> None:
         raise ValueError(f"no text matches it: infinite recursion: {at} refers back to {target}")
 
 
+def resolved(schema: Any, target: str) -> Any:
+    """Return the part of a schema that a reference refers to; True, which anything matches, if it is not found."""
+    if target != "#" and not target.startswith("#/"):
+        return True
+    found = schema
+    for name in target[1:].split("/")[1:]:
+        key = unquote(name).replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, Mapping) or key not in found:
+            return True
+        found = found[key]
+    return found
+
+
 class _TooLarge(Exception):
     """The schema is not examined."""
 
@@ -50,7 +63,7 @@ class _Recursion:
         targets = {"#", *self._targets(self._schema)}
         found = True
         while found:  # a target may need another one that was found in this pass
-            new = {each for each in targets - self._satisfiable if self._is_satisfiable(self._resolved(each))}
+            new = {each for each in targets - self._satisfiable if self._is_satisfiable(resolved(self._schema, each))}
             self._satisfiable |= new
             found = bool(new)
         return None if "#" in self._satisfiable else self._endless("#", self._schema, set())
@@ -65,7 +78,7 @@ class _Recursion:
                 return self._endless(at + path, part, passed)
             if part.target in passed or part.target == "#":
                 return f"{at}/$ref", part.target
-            return self._endless(part.target, self._resolved(part.target), passed | {part.target})
+            return self._endless(part.target, resolved(self._schema, part.target), passed | {part.target})
         return None
 
     def _is_satisfiable(self, schema: Any) -> bool:
@@ -85,18 +98,6 @@ class _Recursion:
         elif isinstance(schema, list):
             for part in schema:
                 yield from self._targets(part)
-
-    def _resolved(self, target: str) -> Any:
-        """Return the schema that a reference refers to; true, which anything matches, if it is not found."""
-        if target != "#" and not target.startswith("#/"):
-            return True
-        found = self._schema
-        for name in target[1:].split("/")[1:]:
-            key = unquote(name).replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, Mapping) or key not in found:
-                return True
-            found = found[key]
-        return found
 
     def _visit(self) -> None:
         self._visits += 1
