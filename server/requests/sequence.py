@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable
+from collections.abc import Sequence as IndexSequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -97,6 +99,9 @@ class Sequence:
             (*sampling_params.stop, *stop_regex.literals), include=sampling_params.include_stop_str_in_output
         )
         self._stop_regex = None if stop_regex.start is None else StopRegexSearch(stop_regex, stop_regex.start)
+        self._stop_regex_in_all: StopRegexSearch | None = None
+        """Searches the text with the special tokens that it does not show, from the first one on."""
+        self._tokenizer = tokenizer
 
     @property
     def num_prompt(self) -> int:
@@ -221,6 +226,7 @@ class Sequence:
         fork._detokenizer = self._detokenizer.fork()
         fork._stop_strings = copy.copy(self._stop_strings)
         fork._stop_regex = copy.copy(self._stop_regex)
+        fork._stop_regex_in_all = copy.copy(self._stop_regex_in_all)
         return fork
 
     def finish(self, reason: FinishReason) -> None:
@@ -246,28 +252,44 @@ class Sequence:
                     text += self._detokenizer.push(token_id) + self._detokenizer.flush()
             return text
         piece = self._detokenizer.push(token_id)
+        hidden = self._hidden_text(token_id)
         if length <= params.min_tokens and params.min_tokens > 0:
             # Stop strings and patterns are only searched for in the text after the first `min_tokens` tokens.
             if self._stop_regex is not None:
                 self._stop_regex.skip(piece)
             return piece
-        return self._search_stop(piece)
+        return self._search_stop(piece, hidden)
+
+    def _hidden_text(self, token_id: int) -> str:
+        """Return the text of a special token that the output does not show, if it is searched."""
+        is_hidden = self.sampling_params.skip_special_tokens and self._searches_text
+        return self._tokenizer.token_text(token_id) if is_hidden and self._tokenizer.is_special(token_id) else ""
 
     def _is_stop_token(self, token_id: int) -> bool:
         return self.sampling_params.is_end_token(token_id)
 
-    def _search_stop(self, piece: str) -> str:
+    def _search_stop(self, piece: str, hidden: str = "") -> str:
         """Search for stop strings and patterns in new text. Returns the text that is final now."""
-        found = self._stop_strings.push(piece)
+        found = self._stop_strings.push(piece, hidden)
         if isinstance(found, StopMatch):
             self.finish_reason = FinishReason("stop", found.matched)
             return found.text
-        pattern = None if self._stop_regex is None else self._stop_regex.push(piece)
+        pattern = self._search_patterns(piece, hidden)
         if pattern is None:
             return found
         self.finish_reason = FinishReason("stop", pattern)
         # The sequence keeps its text, as in SGLang: also what was held back.
         return found + self._stop_strings.flush() + self._detokenizer.flush()
+
+    def _search_patterns(self, piece: str, hidden: str) -> str | None:
+        """Search for patterns in the text with special tokens and without them."""
+        if self._stop_regex is None:
+            return None
+        if hidden and self._stop_regex_in_all is None:
+            self._stop_regex_in_all = copy.copy(self._stop_regex)
+        found = self._stop_regex.push(piece)
+        in_all = self._stop_regex_in_all and self._stop_regex_in_all.push(piece + hidden)
+        return found or in_all
 
     def _flush(self) -> str:
         """Return the text that the detokenizer and the stop strings held back."""
@@ -321,6 +343,9 @@ class StopStrings:
     Text that could be the start of a stop string is held back until that is decided. The match is the stop string that
     ends first, and the longest of those, so that it does not depend on where the pieces end.
 
+    Special tokens that the text does not show count, too, as in SGLang: a stop string may match the text with them and
+    the text without them.
+
     The time of a piece grows with its length and that of the held text, not with the number of stop strings.
     """
 
@@ -329,35 +354,77 @@ class StopStrings:
         self._longest = max(map(len, self._stop), default=0)
         self._include = include
         self._held = ""
+        self._shown: tuple[bool, ...] = ()
+        """For each character that is held back, whether the text shows it."""
+        self._whole_from = 0
+        """Index from which on it has all hidden characters, which may begin a stop string there."""
 
-    def push(self, piece: str) -> str | StopMatch:
-        """Add text. Returns the text that is final now, or the match that ends the sequence."""
+    def push(self, piece: str, hidden: str = "") -> str | StopMatch:
+        """Add text.
+
+        Args:
+            piece: text of the output.
+            hidden: text of a special token after it, which the output does not show.
+
+        Returns:
+            The text that is final now, or the match that ends the sequence.
+        """
         if not self._stop:
             return piece
-        text = self._held + piece
+        text = self._held + piece + hidden
+        shown = (*self._shown, *(True for _ in piece), *(False for _ in hidden))
+        found, whole_from = self._search(text, range(self._whole_from, len(text)))
+        held_from = whole_from
+        if self._whole_from or not all(shown):
+            without, without_from = self._search(text, [index for index, each in enumerate(shown) if each])
+            found = min((each for each in (found, without) if each is not None), default=None)
+            held_from = min(held_from, without_from)
+        if found is not None:
+            _, begin, matched = found
+            self._held, self._shown, self._whole_from = "", (), 0
+            before = "".join(itertools.compress(text[:begin], shown))
+            return StopMatch(matched, before + matched if self._include else before)
+        final = "".join(itertools.compress(text[:held_from], shown))
+        kept = [index for index in range(held_from, len(text)) if shown[index] or index >= whole_from]
+        self._held = "".join(text[index] for index in kept)
+        self._shown = tuple(shown[index] for index in kept)
+        self._whole_from = sum(index < whole_from for index in kept)
+        return final
+
+    def flush(self) -> str:
+        """Return the text that was held back: it became no stop string."""
+        held = "".join(itertools.compress(self._held, self._shown))
+        self._held, self._shown, self._whole_from = "", (), 0
+        return held
+
+    def _search(self, text: str, places: IndexSequence[int]) -> tuple[tuple[int, int, str] | None, int]:
+        """Search in some characters of a text.
+
+        Args:
+            text: the text.
+            places: the characters' indices, ascending.
+
+        Returns:
+            The match's end, begin and text, if there is one; and the index from which on the text is held back.
+        """
+        searched = "".join(text[place] for place in places)
         found: tuple[int, int] | None = None
-        held_from = len(text)
-        for begin in range(len(text)):
+        held_from = len(searched)
+        for begin in range(len(searched)):
             if found is not None and begin >= found[0]:
                 break
-            rest = text[begin : begin + self._longest]
+            rest = searched[begin : begin + self._longest]
             above = bisect_right(self._stop, rest)
             if above and rest.startswith(self._stop[above - 1]):
                 match = (begin + len(self._stop[above - 1]), begin)
                 found = match if found is None else min(found, match)
-            elif begin < held_from and above < len(self._stop) and self._is_beginning(rest, begin, text, above):
+            elif begin < held_from and above < len(self._stop) and self._is_beginning(rest, begin, searched, above):
                 held_from = begin
-        if found is not None:
-            end, begin = found
-            self._held = ""
-            return StopMatch(text[begin:end], text[: end if self._include else begin])
-        self._held = text[held_from:]
-        return text[:held_from]
-
-    def flush(self) -> str:
-        """Return the text that was held back: it became no stop string."""
-        held, self._held = self._held, ""
-        return held
+        held_place = places[held_from] if held_from < len(searched) else len(text)
+        if found is None:
+            return None, held_place
+        end, begin = found
+        return (places[end - 1] + 1, places[begin], searched[begin:end]), held_place
 
     def _is_beginning(self, rest: str, begin: int, text: str, above: int) -> bool:
         """Return whether the text from `begin` on is the beginning of a stop string."""

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -163,3 +164,77 @@ def test_fork_has_the_waiting_tokens_too(tokenizer: Tokenizer) -> None:
     for each in (fork, sequence):
         each.emit()
     assert forked == chunks != []
+
+
+# --- special tokens that the text does not show ---
+
+
+def naive_with_hidden(stop: tuple[str, ...], pieces: list[tuple[str, str]], include: bool) -> tuple[str, str | None]:
+    """Search character by character, in the text with hidden characters and without them."""
+    text = ""
+    shown: list[int] = []
+    characters = [(each, True) for piece, hidden in pieces for each in (*piece, *("\0" + each for each in hidden))]
+    for character, _ in characters:
+        text += character[-1]
+        if character[0] != "\0":
+            shown.append(len(text) - 1)
+        found = [(len(text) - len(each), each) for each in stop if text.endswith(each)]
+        if character[0] != "\0":
+            without = "".join(text[place] for place in shown)
+            found += [(shown[-len(each)], each) for each in stop if without.endswith(each)]
+        if found:
+            begin, matched = min(found)
+            before = "".join(text[place] for place in shown if place < begin)
+            return before + matched if include else before, matched
+    return "".join(text[place] for place in shown), None
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_stop_strings_in_text_with_and_without_hidden_tokens(include: bool) -> None:
+    rng = random.Random(1)
+    num_hidden_matches = 0
+    for _ in range(5_000):
+        stop = tuple("".join(rng.choices("ab<", k=rng.randint(1, 4))) for _ in range(rng.randint(1, 3)))
+        pieces = [("".join(rng.choices("abc", k=rng.randint(0, 3))), rng.choice(["", "", "<", "a<"])) for _ in range(8)]
+        expected = naive_with_hidden(stop, pieces, include)
+        num_hidden_matches += "<" in (expected[1] or "")
+        search = StopStrings(stop, include=include)
+        emitted, matched = "", None
+        for piece, hidden in pieces:
+            found = search.push(piece, hidden)
+            if isinstance(found, StopMatch):
+                emitted, matched = emitted + found.text, found.matched
+                break
+            emitted += found
+        else:
+            emitted += search.flush()
+        assert (emitted, matched) == expected, (stop, pieces)
+    assert num_hidden_matches > 500
+
+
+def test_hidden_tokens_are_not_kept(tokenizer: Tokenizer) -> None:
+    """The text before them may be the beginning of a stop string for as long as they come."""
+    search = StopStrings(("ab",), include=False)
+    assert search.push("a") == ""
+    for _ in range(1_000):
+        assert search.push("", "<special>") == ""
+    assert len(search._held) == 1
+    assert search.push("b") == StopMatch("ab", "")
+
+
+@pytest.mark.parametrize("params", [{"stop": ["{}"]}, {"stop_regex": [r"{}$"]}, {"stop": ["c{}"]}], ids=str)
+def test_special_token_is_found_though_it_is_not_shown(tokenizer: Tokenizer, params: dict[str, list[str]]) -> None:
+    special = next(iter(set(tokenizer.hf_tokenizer.all_special_ids) - {EOS}))
+    text = tokenizer.token_text(special)
+    if "stop_regex" in params:
+        text = re.escape(text)
+    params = {name: [each.format(text) for each in values] for name, values in params.items()}
+    before = tokenizer.encode("abc", add_special_tokens=False)
+    chunks: list[GenerationChunk] = []
+    sequence = made(tokenizer, chunks, 20, **params)
+    for token in (*before, special, *before):
+        if sequence.finish_reason is None:
+            sequence.append(token, None)
+    assert sequence.output_token_ids == [*before, special]
+    assert sequence.finish_reason == FinishReason("stop", next(iter(params.values()))[0])
+    assert "".join(chunk.text for chunk in chunks) == ("ab" if params.get("stop", [""])[0].startswith("c") else "abc")
