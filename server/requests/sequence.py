@@ -19,7 +19,7 @@ from logitship.server.tokenizer import IncrementalDetokenizer, Tokenizer
 from .messages import FinishReason, GenerationChunk, TokenLogprobs
 from .stop_regex import StopRegexSearch, compile_stop_regex
 
-_CONTEXT_TOKENS = 5
+CONTEXT_TOKENS = 5
 """Prompt tokens that the text of the first output token may depend on."""
 
 Sink = Callable[[GenerationChunk], None]
@@ -90,7 +90,7 @@ class Sequence:
         self._sink = sink
         self._detokenizer = IncrementalDetokenizer(
             tokenizer,
-            prompt_token_ids[-_CONTEXT_TOKENS:],
+            prompt_token_ids[-CONTEXT_TOKENS:],
             skip_special_tokens=sampling_params.skip_special_tokens,
             spaces_between_special_tokens=sampling_params.spaces_between_special_tokens,
         )

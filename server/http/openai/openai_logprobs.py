@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from logitship.server.http.json_responses import finite
 from logitship.server.requests.messages import TokenLogprobs
+from logitship.server.requests.sequence import CONTEXT_TOKENS
 from logitship.server.schemas.openai_response_schemas import (
     ChatLogprobs,
     ChatLogprobsContent,
@@ -13,11 +15,61 @@ from logitship.server.schemas.openai_response_schemas import (
     CompletionLogprobs,
     PromptLogprob,
 )
-from logitship.server.tokenizer import Tokenizer
+from logitship.server.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
+
+
+class TextOffsets:
+    """Finds where the tokens of a completion begin in its text, as they arrive.
+
+    A token that continues a character begins where the character does. One that the text does not show begins where the
+    next one does.
+
+    Args:
+        tokenizer: the model's.
+        prompt: the tokens of the prompt.
+        prompt_text: text of the prompt, if the completion begins with it.
+        skip_special_tokens: as in the request.
+        spaces_between_special_tokens: as in the request.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        prompt_text: str | None,
+        *,
+        skip_special_tokens: bool,
+        spaces_between_special_tokens: bool,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._prompt = prompt
+        self._length = 0 if prompt_text is None else len(prompt_text)
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer,
+            list(prompt[-CONTEXT_TOKENS:]),
+            skip_special_tokens=skip_special_tokens,
+            spaces_between_special_tokens=spaces_between_special_tokens,
+        )
+
+    def of_prompt(self) -> list[int]:
+        """Return the offsets of the prompt's tokens."""
+        detokenizer = IncrementalDetokenizer(
+            self._tokenizer, [], skip_special_tokens=False, spaces_between_special_tokens=True
+        )
+        ends = [0, *itertools.accumulate(len(detokenizer.push(token_id)) for token_id in self._prompt)]
+        # The tokens may have more text than the prompt: special tokens that were added at its beginning.
+        added = ends[-1] + len(detokenizer.flush()) - self._length
+        return [max(0, end - added) for end in ends[:-1]]
+
+    def push(self, token_id: int) -> int:
+        """Return the offset of the next token of the output."""
+        offset = self._length
+        self._length += len(self._detokenizer.push(token_id))
+        return offset
 
 
 def completion_logprobs(
-    tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int, text_offset: int
+    tokenizer: Tokenizer, positions: Sequence[TokenLogprobs], top: int, offsets: list[int]
 ) -> CompletionLogprobs:
     """Build the `logprobs` of a completions choice.
 
@@ -25,15 +77,10 @@ def completion_logprobs(
         tokenizer: gives the tokens' texts.
         positions: one per token.
         top: number of most likely tokens per position.
-        text_offset: offset of the first token in the choice's text, in characters.
+        offsets: offsets of the tokens in the choice's text, in characters.
     """
-    tokens = [tokenizer.token_text(position.token_id) for position in positions]
-    offsets = []
-    for token in tokens:
-        offsets.append(text_offset)
-        text_offset += len(token)
     return {
-        "tokens": tokens,
+        "tokens": [_token_key(tokenizer, position.token_id) for position in positions],
         "token_logprobs": [finite(position.logprob) for position in positions],
         "top_logprobs": [_most_likely(tokenizer, position, top) for position in positions],
         "text_offset": offsets,
@@ -41,13 +88,24 @@ def completion_logprobs(
 
 
 def _most_likely(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dict[str, float] | None:
-    """Return the most likely tokens and the actual one. Of two with the same text, the more likely counts."""
+    """Return the most likely tokens and the actual one. Tokens with the same text have their ids as keys."""
     if position.logprob is None:
         return None
-    found: dict[str, float] = {}
-    for token_id, logprob in (*position.top[:top], (position.token_id, position.logprob)):
-        found.setdefault(tokenizer.token_text(token_id), finite(logprob))
-    return found
+    keys = {position.token_id: _token_key(tokenizer, position.token_id)}
+    for token_id, _ in position.top[:top]:
+        if token_id not in keys:
+            key = _token_key(tokenizer, token_id)
+            keys[token_id] = f"token_id:{token_id}" if key in keys.values() else key
+    own = (position.token_id, position.logprob)
+    return {keys[token_id]: finite(logprob) for token_id, logprob in (*position.top[:top], own)}
+
+
+def _token_key(tokenizer: Tokenizer, token_id: int) -> str:
+    """Return the text of a token; of one with a part of a character its bytes, as OpenAI writes them."""
+    text = tokenizer.token_text(token_id)
+    if REPLACEMENT not in text or (data := tokenizer.token_bytes(token_id)) == text.encode():
+        return text
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> ChatLogprobs:

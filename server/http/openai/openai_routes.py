@@ -24,7 +24,7 @@ from logitship.server.http.running_requests import (
     respond_when_finished,
     submit_all,
 )
-from logitship.server.requests.messages import Continuation, GenerationChunk, best_continuations
+from logitship.server.requests.messages import Continuation, GenerationChunk, TokenLogprobs, best_continuations
 from logitship.server.schemas.openai_response_schemas import (
     ChatChoice,
     ChatCompletionResponse,
@@ -33,6 +33,7 @@ from logitship.server.schemas.openai_response_schemas import (
     ChatStreamChoice,
     ChoiceEnding,
     CompletionChoice,
+    CompletionLogprobs,
     CompletionResponse,
     CompletionStreamResponse,
     DeltaMessage,
@@ -44,7 +45,7 @@ from logitship.server.schemas.openai_schemas import ChatCompletionRequest, Compl
 from logitship.server.schemas.responses_response_schemas import ResponseEvent, ResponseObject
 from logitship.server.schemas.responses_schemas import ResponsesRequest
 
-from .openai_logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from .openai_logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
 from .openai_requests import (
     Body,
     ParsedOpenAIRequest,
@@ -245,8 +246,8 @@ class CompletionResponseBuilder(OpenAIResponseBuilder[CompletionRequest]):
 
     def __init__(self, engine: AsyncEngine, request: ParsedOpenAIRequest[CompletionRequest]) -> None:
         super().__init__(engine, request)
-        self._text_offsets: dict[int, int] = {}
-        """Characters of the tokens so far, by the index of the continuation."""
+        self._text_offsets: dict[int, TextOffsets | None] = {}
+        """Of the continuations that have begun, by index; None without log-probabilities."""
         self._empty_stream_response: CompletionStreamResponse = {
             "id": request.id,
             "object": "text_completion",
@@ -289,20 +290,14 @@ class CompletionResponseBuilder(OpenAIResponseBuilder[CompletionRequest]):
     def _choice(self, continuation: Continuation, part: Continuation | GenerationChunk) -> CompletionChoice:
         """Build a choice with a part of the output; the first part also has what belongs to the prompt."""
         first = continuation.index not in self._text_offsets
-        offset = self._text_offsets.setdefault(continuation.index, 0)
-        text, positions = part.text, part.logprobs
-        if first and self.body.echo:
-            text = self._prompt_text(continuation) + text
-            positions = [*continuation.prompt_logprobs, *positions]
-        logprobs = None
-        if self.body.logprobs is not None:
-            logprobs = completion_logprobs(self.tokenizer, positions, self.body.logprobs, offset)
-            self._text_offsets[continuation.index] += sum(len(token) for token in logprobs["tokens"])
+        if first:
+            self._text_offsets[continuation.index] = self._new_offsets(continuation)
+        text = self._prompt_text(continuation) + part.text if first and self.body.echo else part.text
         ending = self.ending(continuation)
         choice: CompletionChoice = {
             "index": continuation.index,
             "text": text,
-            "logprobs": logprobs,
+            "logprobs": self._logprobs(continuation, part.logprobs, with_prompt=first and self.body.echo),
             "finish_reason": ending["finish_reason"],
             "stop_reason": ending.get("stop_reason"),
         }
@@ -315,6 +310,27 @@ class CompletionResponseBuilder(OpenAIResponseBuilder[CompletionRequest]):
         if self.body.trace is not None:
             choice["trace"] = trace_objects(self.tokenizer, part.traces)
         return choice
+
+    def _new_offsets(self, continuation: Continuation) -> TextOffsets | None:
+        if self.body.logprobs is None:
+            return None
+        return TextOffsets(
+            self.tokenizer,
+            self.request.prompts[continuation.prompt].token_ids,
+            self._prompt_text(continuation) if self.body.echo else None,
+            skip_special_tokens=self.body.skip_special_tokens,
+            spaces_between_special_tokens=self.body.spaces_between_special_tokens,
+        )
+
+    def _logprobs(
+        self, continuation: Continuation, positions: list[TokenLogprobs], *, with_prompt: bool
+    ) -> CompletionLogprobs | None:
+        offsets = self._text_offsets[continuation.index]
+        if offsets is None or self.body.logprobs is None:
+            return None
+        of_prompt = continuation.prompt_logprobs if with_prompt else []
+        begins = [*(offsets.of_prompt() if with_prompt else []), *(offsets.push(each.token_id) for each in positions)]
+        return completion_logprobs(self.tokenizer, [*of_prompt, *positions], self.body.logprobs, begins)
 
     def _prompt_text(self, continuation: Continuation) -> str:
         prompt = self.request.prompts[continuation.prompt]

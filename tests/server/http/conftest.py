@@ -89,6 +89,9 @@ class ByteTokenizer(Tokenizer):
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
 
+    def is_special(self, token_id: int) -> bool:
+        return False
+
     def template_uses(self, variable: str) -> bool:
         return variable in ("reasoning_effort", "tools")
 
