@@ -293,7 +293,17 @@ class _Lark:
         free = self._free(_distinct(avoid, end.texts))
         cut = self._rule(free, max_tokens)
         ended = self._rule(self._terminal(f"{free} {end.lark}"), max_tokens)
-        return [_Symbol(self._rule(f"{cut} {end.lark} | {ended}")), *then[1:]]
+        # If all of the text is the beginning of an end, it has kept that, which may also begin anew.
+        again = self._begun_twice(end.texts, max_tokens)
+        return [_Symbol(self._rule(" | ".join([f"{cut} {end.lark}", ended, *again]))), *then[1:]]
+
+    def _begun_twice(self, ends: tuple[str, ...], max_tokens: int) -> list[str]:
+        """Return a terminal, if any, of free text that is the beginning of an end, of so many bytes, and an end."""
+        free = {end[:length] for end in ends for length in range(1, len(end))}
+        texts = [begun + end for begun in free for end in ends if len(begun.encode()) <= max_tokens]
+        # The end that comes first ends the text.
+        once = [text for text in texts if not any(end in text[:-1] for end in ends)]
+        return [self._terminal("|".join(f"/{literal(text)}/" for text in sorted(once)))] if once else []
 
     @_once
     def _added_in_text(self, avoid: tuple[str, ...]) -> list[_Symbol]:

@@ -365,3 +365,22 @@ def test_many_tags() -> None:
     reader = Reader(as_json(triggered("<f=", tags=tags)), MODEL)
     assert reader.takes("a<f=299>1</f>b<f=29>5</f>")
     assert not reader.takes("<f=300>1</f>")
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "ends", "good", "bad"),
+    [
+        # As xgrammar: a second y makes the first one text.
+        (1, "yz", ["yz", "yyz", "xyz"], ["yyyz", "xxyz", "xyyz"]),
+        (1, "yyz", ["yyz", "yyyz", "xyyz"], ["yyyyz", "xxyyz"]),
+        (2, "yxyx", ["yxyx", "yyxyx", "xxyxyx"], ["yxyxyx", "xxxyxyx"]),
+        (2, ["</a>", "</b>"], ["</a>", "<</b>", "</</a>", "xx</b>"], ["</a</a>", "xxx</a>"]),
+    ],
+    ids=str,
+)
+def test_beginning_of_an_end_is_text_or_goes_on(
+    max_tokens: int, ends: str | list[str], good: list[str], bad: list[str]
+) -> None:
+    reader = Reader(as_json(tag("<t>", {**ANY, "max_tokens": max_tokens}, ends)), MODEL)
+    assert {each: reader.takes(f"<t>{each}") for each in good} == dict.fromkeys(good, True)
+    assert {each: reader.takes(f"<t>{each}") for each in bad} == dict.fromkeys(bad, False)
