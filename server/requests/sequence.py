@@ -288,8 +288,8 @@ class Sequence:
         if hidden and self._stop_regex_in_all is None:
             self._stop_regex_in_all = copy.copy(self._stop_regex)
         found = self._stop_regex.push(piece)
-        in_all = self._stop_regex_in_all and self._stop_regex_in_all.push(piece + hidden)
-        return found or in_all
+        in_all = None if self._stop_regex_in_all is None else self._stop_regex_in_all.push(piece + hidden)
+        return found if in_all is None else in_all
 
     def _flush(self) -> str:
         """Return the text that the detokenizer and the stop strings held back."""
