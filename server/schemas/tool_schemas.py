@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import orjson
 from pydantic import Field, PlainValidator, ValidationInfo, model_validator
 
 from logitship.server.requests.body_limits import scan_json
@@ -18,9 +18,9 @@ MAX_TOOLS = 1024
 MAX_TOOL_TEXT = 1 << 20
 """Most characters of a function's description, and of a call's arguments."""
 MAX_TOOL_DEPTH = 100
-"""Deepest nesting of a function's parameters, and of a call's arguments. orjson writes 254 levels."""
+"""Deepest nesting of a function's parameters, and of a call's arguments as an object. orjson writes 254 levels."""
 MAX_ARGUMENT_ELEMENTS = 1 << 16
-"""Most keys and values of a call's arguments as text, see `scan_json`: they are decoded in one go."""
+"""Most keys and values of a call's arguments as text that are decoded, in one go; see `scan_json`."""
 _TOO_DEEP = f"is nested deeper than {MAX_TOOL_DEPTH} levels"
 _ANY_ARGUMENTS = {"type": "object", "properties": {}}
 
@@ -163,37 +163,30 @@ class CalledFunction(RequestModel):
             _arguments, json_schema_input_type=dict[str, Any] | Annotated[str, Field(max_length=MAX_TOOL_TEXT)]
         ),
     ]
-    """Its arguments: an object, as JSON text (OpenAI) or as it is (SGLang)."""
+    """Its arguments: an object, as JSON text (OpenAI) or as it is (SGLang). Text that is no JSON object, as a model may
+    write it, is passed on as it is."""
 
     @property
-    def arguments_object(self) -> dict[str, Any]:
-        """The arguments, decoded."""
+    def for_template(self) -> dict[str, Any] | str:
+        """The form that chat templates expect: an object. Text if it is none, as an answer may have it."""
         if isinstance(self.arguments, dict):
             return self.arguments
-        decoded: dict[str, Any] = orjson.loads(self.arguments or "{}")
-        return decoded
+        scan = scan_json(self.arguments.encode(), MAX_ARGUMENT_ELEMENTS)
+        if scan.elements > MAX_ARGUMENT_ELEMENTS or scan.max_depth > MAX_TOOL_DEPTH:
+            return self.arguments
+        try:
+            # Unlike orjson, it keeps integers of more than 64 bits.
+            decoded = json.loads(self.arguments or "{}")
+            json.dumps(decoded, ensure_ascii=False).encode()
+        except ValueError:  # also of unpaired surrogates, which are no text
+            return self.arguments
+        return decoded if isinstance(decoded, dict) else self.arguments
 
     @model_validator(mode="after")
     def _check_arguments(self) -> Self:
-        if isinstance(self.arguments, str):
-            _check_arguments_text(self.arguments)
-        elif _is_too_deep(self.arguments):
+        if isinstance(self.arguments, dict) and _is_too_deep(self.arguments):
             raise FieldError("arguments", _TOO_DEEP)
-        try:
-            decoded = self.arguments_object
-        except orjson.JSONDecodeError:
-            decoded = None
-        if not isinstance(decoded, dict):
-            raise FieldError("arguments", "must be a JSON object, as text")
         return self
-
-
-def _check_arguments_text(text: str) -> None:
-    scan = scan_json(text.encode(), MAX_ARGUMENT_ELEMENTS)
-    if scan.elements > MAX_ARGUMENT_ELEMENTS:
-        raise FieldError("arguments", f"has more than {MAX_ARGUMENT_ELEMENTS} keys and values")
-    if scan.max_depth > MAX_TOOL_DEPTH:
-        raise FieldError("arguments", _TOO_DEEP)
 
 
 def _is_too_deep(value: dict[str, Any]) -> bool:
@@ -222,11 +215,11 @@ class MessageToolCall(RequestModel):
     @property
     def for_template(self) -> dict[str, Any]:
         """The form that chat templates expect."""
-        function = {"name": self.function.name, "arguments": self.function.arguments_object}
+        function = {"name": self.function.name, "arguments": self.function.for_template}
         call: dict[str, Any] = {"type": self.type, "function": function}
         return call if self.id is None else {**call, "id": self.id}
 
     @property
     def num_characters(self) -> int:
         """Length as JSON."""
-        return len(orjson.dumps(self.for_template))
+        return len(json.dumps(self.for_template, ensure_ascii=False))

@@ -34,7 +34,8 @@ class ToolUse:
 
     def parser(self) -> ToolCallParser:
         """Return a parser for one continuation."""
-        return ToolCallParser(self.format, {tool.function.name for tool in self.tools}, parallel=self.parallel)
+        names = {tool.function.name for tool in self.tools}
+        return ToolCallParser(self.format, names, parallel=self.parallel, only_calls=self.choice != "auto")
 
     @property
     def constraint(self) -> Constraint | None:
