@@ -10,8 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-REPLACEMENT = "\ufffd"
-"""What invalid UTF-8 is decoded to."""
+_REPLACEMENT = "\ufffd"
 # A UTF-8 character has at most four bytes and a token at least one: an incomplete character has at most three tokens.
 _MAX_PENDING_TOKENS = 3
 # A run of tokens may never end at the end of a character. Since each push decodes all unread tokens, decoding starts
@@ -181,7 +180,7 @@ class IncrementalDetokenizer:
         text = self._decode(0, self._read)
         self._emitted = len(text)
         """Characters of the text from `_begin` on that were emitted."""
-        if text.endswith(REPLACEMENT):
+        if text.endswith(_REPLACEMENT):
             self._exclude_incomplete_character()
 
     def push(self, token_id: int) -> str:
@@ -190,10 +189,10 @@ class IncrementalDetokenizer:
             return ""  # has no text, and does not end an incomplete character
         self._ids.append(token_id)
         text = self._decode(self._begin, len(self._ids))
-        if not text.endswith(REPLACEMENT) or len(self._ids) - self._read > _MAX_UNREAD_TOKENS:
+        if not text.endswith(_REPLACEMENT) or len(self._ids) - self._read > _MAX_UNREAD_TOKENS:
             return self._advance(text)
         # A decoder writes an incomplete character as one U+FFFD, or as one for each of its bytes.
-        trailing = len(text) - len(text.rstrip(REPLACEMENT))
+        trailing = len(text) - len(text.rstrip(_REPLACEMENT))
         final = text[: len(text) - min(trailing, _MAX_PENDING_TOKENS)]
         piece = final[self._emitted :]
         self._emitted = max(self._emitted, len(final))
@@ -215,7 +214,7 @@ class IncrementalDetokenizer:
         """Make a character that the prompt ends inside of part of the output."""
         for pending in range(1, min(_MAX_PENDING_TOKENS, len(self._ids)) + 1):
             text = self._decode(0, len(self._ids) - pending)
-            if not text.endswith(REPLACEMENT):
+            if not text.endswith(_REPLACEMENT):
                 self._read, self._emitted = len(self._ids) - pending, len(text)
                 return
 

@@ -151,12 +151,12 @@ class CompletionLogprobs(TypedDict):
     """Log-probabilities of a choice's tokens."""
 
     tokens: list[str]
-    """Texts of the tokens. Of a token with a part of a character, its bytes: `bytes:\\xf0\\x9f`."""
+    """Texts of the tokens."""
     token_logprobs: list[float | None]
     """Log-probabilities of the tokens; null for the first token of a prompt."""
     top_logprobs: list[dict[str, float] | None]
-    """Per position, the most likely tokens and the actual one, by text. Of two with the same text, one is
-    `token_id:` and its id; the actual token never is."""
+    """Per position, the most likely tokens and the actual one, by text. Of two with the same text, such as
+    parts of characters, one is `token_id:` and its id; the actual token never is."""
     text_offset: list[int]
     """Offset of each token in the text, in characters. One that continues a character has the character's."""
 

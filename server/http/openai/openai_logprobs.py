@@ -15,7 +15,7 @@ from logitship.server.schemas.openai_response_schemas import (
     CompletionLogprobs,
     PromptLogprob,
 )
-from logitship.server.tokenizer import REPLACEMENT, IncrementalDetokenizer, Tokenizer
+from logitship.server.tokenizer import IncrementalDetokenizer, Tokenizer
 
 
 class TextOffsets:
@@ -80,7 +80,7 @@ def completion_logprobs(
         offsets: offsets of the tokens in the choice's text, in characters.
     """
     return {
-        "tokens": [_token_key(tokenizer, position.token_id) for position in positions],
+        "tokens": [tokenizer.token_text(position.token_id) for position in positions],
         "token_logprobs": [finite(position.logprob) for position in positions],
         "top_logprobs": [_most_likely(tokenizer, position, top) for position in positions],
         "text_offset": offsets,
@@ -88,24 +88,16 @@ def completion_logprobs(
 
 
 def _most_likely(tokenizer: Tokenizer, position: TokenLogprobs, top: int) -> dict[str, float] | None:
-    """Return the most likely tokens and the actual one. Tokens with the same text have their ids as keys."""
+    """Return the most likely tokens and the actual one, which has its text as its key. Others may have their id."""
     if position.logprob is None:
         return None
-    keys = {position.token_id: _token_key(tokenizer, position.token_id)}
+    keys = {position.token_id: tokenizer.token_text(position.token_id)}
     for token_id, _ in position.top[:top]:
         if token_id not in keys:
-            key = _token_key(tokenizer, token_id)
+            key = tokenizer.token_text(token_id)
             keys[token_id] = f"token_id:{token_id}" if key in keys.values() else key
     own = (position.token_id, position.logprob)
     return {keys[token_id]: finite(logprob) for token_id, logprob in (*position.top[:top], own)}
-
-
-def _token_key(tokenizer: Tokenizer, token_id: int) -> str:
-    """Return the text of a token; of one with a part of a character its bytes, as OpenAI writes them."""
-    text = tokenizer.token_text(token_id)
-    if REPLACEMENT not in text or (data := tokenizer.token_bytes(token_id)) == text.encode():
-        return text
-    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 def chat_logprobs(tokenizer: Tokenizer, positions: Sequence[TokenLogprobs]) -> ChatLogprobs:

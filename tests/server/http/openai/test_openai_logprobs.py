@@ -68,8 +68,6 @@ def test_each_token_has_a_key_of_its_own(bytes_tokenizer: Tokenizer) -> None:
         assert by_key is not None
         assert by_key[built["tokens"][0]] == own
         assert sorted(by_key.values(), reverse=True) == sorted({own, *dict(top).values()}, reverse=True)
-    built = completion_logprobs(bytes_tokenizer, [TokenLogprobs(partial[0], -1.0, 1)], 0, [0])
-    assert built["tokens"] == ["bytes:\\xf0"]
 
 
 def test_tokens_with_the_same_text(bytes_tokenizer: Tokenizer) -> None:
