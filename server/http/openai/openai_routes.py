@@ -247,7 +247,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder[CompletionRequest]):
     def __init__(self, engine: AsyncEngine, request: ParsedOpenAIRequest[CompletionRequest]) -> None:
         super().__init__(engine, request)
         self._text_offsets: dict[int, TextOffsets | None] = {}
-        """Of the continuations that have begun, by index; None without log-probabilities."""
+        """Offsets of the continuations that have begun, by index; None without log-probabilities."""
         self._empty_stream_response: CompletionStreamResponse = {
             "id": request.id,
             "object": "text_completion",

@@ -92,7 +92,7 @@ def test_escapes_in_strings(tokens: LLTokenizer, schema: dict[str, Any]) -> None
     ids=str,
 )
 def test_no_escape_begins_that_cannot_end(tokens: LLTokenizer, schema: dict[str, Any], start: str) -> None:
-    """Where texts are compared with patterns, or keys with each other, there are only the short escapes."""
+    """Only the short escapes are allowed where texts are compared with patterns, or keys with each other."""
     grammar = from_json_schema(schema)
     assert can_begin(tokens, grammar, start + r"\n")
     assert not can_begin(tokens, grammar, start + r"\u")
