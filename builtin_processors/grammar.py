@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from pydantic import model_validator
 from logitship.builtin_processors.grammars import grammar_source as grammar_source
 from logitship.builtin_processors.grammars.compiler import GrammarCompiler
 from logitship.builtin_processors.grammars.cursor import GrammarCursor
+from logitship.builtin_processors.grammars.explanations import explained
 from logitship.builtin_processors.grammars.structural_tag import TokenNames, from_structural_tag
 from logitship.builtin_processors.parts.marker import Marker
 from logitship.sampler.allowed_tokens import AllowedTokens, Words
@@ -121,7 +121,6 @@ class GrammarParams(ProcessorParams):
 
 
 CONSTRAINTS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
-_POSITION = re.compile(r"^(?:at )?\d+\(\d+\): (?:failed to compile JSON schema: )?")
 _DESCRIPTIONS = {
     "json_schema": "the JSON schema",
     "json_object": "the JSON",
@@ -211,9 +210,8 @@ class GrammarProcessor(BuiltinProcessor):
             source = read.source(model)
             matcher = compiler.compile(source)
         except (ValueError, RecursionError) as error:
-            reason = "it nests too deeply" if isinstance(error, RecursionError) else str(error)
-            if source.startswith(grammar_source.NO_FORCING):  # positions refer to the generated Lark
-                reason = _POSITION.sub("", reason)
+            # Positions refer to the generated Lark, unless it is the client's own.
+            reason = explained(error, keep_position=not source.startswith(grammar_source.NO_FORCING))
             raise ValueError(f"{_DESCRIPTIONS[read.constraint]} cannot be used: {reason}") from None
         after = read.after or ()
         key = sha256(f"{after}{source}".encode()).hexdigest()

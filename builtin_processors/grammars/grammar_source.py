@@ -16,8 +16,10 @@ from llguidance import regex_to_lark
 
 from logitship.builtin_processors.params import shown
 
+from .exclusive_schemas import has_exclusive_branches
 from .schema_adaptation import adapt
 from .schema_recursion import check_recursion
+from .schema_simplification import simplified
 
 
 def from_json_schema(schema: dict[str, Any] | bool | str, whitespace_pattern: str | None = None) -> str:
@@ -36,20 +38,28 @@ def json_value(schema: dict[str, Any] | bool | str, whitespace_pattern: str | No
     Raises:
         ValueError: the text is not JSON, or not a schema, or nothing matches the schema, or it has inexact numbers.
     """
-    if isinstance(schema, str):
-        schema = json.loads(schema)
-    if schema is False:
+    try:
+        value: Any = json.loads(schema) if isinstance(schema, str) else schema
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from None
+    if value is False:
         raise ValueError("no JSON matches the schema false")
-    if schema is not True and not isinstance(schema, dict):
-        raise ValueError(f"expected an object or true, got {shown(schema)}")
-    check_recursion(schema)
+    if value is not True and not isinstance(value, dict):
+        raise ValueError(f"expected an object or true, got {shown(value)}")
+    check_recursion(value)
+    try:
+        value = simplified(value)
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
+    if value is False:
+        raise ValueError("no text matches it")
     # Override options in the schema itself: one of them makes llguidance ignore unsupported keywords.
-    options: dict[str, Any] = {"lenient": False}
+    options: dict[str, Any] = {"lenient": False, "coerce_one_of": has_exclusive_branches(value)}
     if whitespace_pattern is not None:
         options |= {"whitespace_pattern": whitespace_pattern} if whitespace_pattern else {"whitespace_flexible": False}
-    schema, more = adapt({} if schema is True else schema)
+    value, more = adapt({} if value is True else value)
     options |= more
-    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
+    return f"%json {json.dumps({**value, 'x-guidance': options}, allow_nan=False)}"
 
 
 def from_regex(regex: str) -> str:
@@ -86,6 +96,8 @@ def from_ebnf(text: str) -> str:
     """
     if _EBNF_RULE.search(text):
         return NO_FORCING + ebnf_rules(text)
+    if (other := _OTHER_RULE.search(text)) and not _LARK_START.search(text):
+        raise ValueError(f"line {text.count(chr(10), 0, other.start(1)) + 1}: {_wrong_rule(other)}")
     if "%llguidance" in text or text.lstrip().startswith("{"):  # has options of its own, or is JSON
         return text
     return f"{text}\n{NO_FORCING}"  # at the end, so that error messages have the client's line numbers
@@ -109,6 +121,9 @@ NO_FORCING = '%llguidance {"no_forcing": true}\n'
 forbid one of these, and then no token would be left."""
 
 _EBNF_RULE = re.compile(r"^[ \t]*[\w.-]+\s*::=", re.MULTILINE)
+_OTHER_RULE = re.compile(r"^[ \t]*(<?[A-Za-z_][\w.-]*>?)[ \t]*(::=|:=|=|->|→)", re.MULTILINE)
+"""The beginning of a rule in other notations."""
+_LARK_START = re.compile(r"^[ \t]*start\s*:(?!=|:=)", re.MULTILINE)
 _TOKEN = re.compile(
     r"""(?P<space> \s+ | \#.* )
     | (?P<rule>   [A-Za-z0-9_][A-Za-z0-9_.-]* (?= \s* ::= ) )
@@ -187,11 +202,20 @@ class _Ebnf:
         while position < len(self._text):
             found = _TOKEN.match(self._text, position)
             if found is None:
+                other = _OTHER_RULE.match(self._text, self._text.rfind("\n", 0, position) + 1)
+                if other and other[2] != "::=":
+                    raise ValueError(f"line {line}: {_wrong_rule(other)}")
                 raise ValueError(f"line {line}: cannot read {self._text[position : position + 20]!r}")
             if found.lastgroup != "space":
                 yield str(found.lastgroup), found[0], line
             line += found[0].count("\n")
             position = found.end()
+
+
+def _wrong_rule(found: re.Match[str]) -> str:
+    name, sign = found.groups()
+    begin = f"{name.strip('<>')[:80]} ::="
+    return f"a rule begins with {begin!r}, not with {f'{name[:80]} {sign}'!r}"
 
 
 def _characters(text: str, line: int) -> Iterator[str]:

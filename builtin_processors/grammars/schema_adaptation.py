@@ -19,7 +19,7 @@ from urllib.parse import unquote
 
 from logitship.builtin_processors.params import shown
 
-from .schema_recursion import resolved
+from .schema_recursion import resolved_reference
 
 _MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values have schemas by name."""
@@ -88,7 +88,7 @@ class _Adaptation:
             self._find_targets(part)
         if isinstance(value, Mapping) and isinstance(target := value.get("$ref"), str):
             self._references.add(unquote(target))
-            self._targets.add(id(resolved(self._root, target)))
+            self._targets.add(id(resolved_reference(self._root, target)))
 
     def _find_merged(self, value: Any, *, is_schema: bool) -> None:
         for is_part, part in self._below(value, is_schema):
@@ -106,12 +106,12 @@ class _Adaptation:
         for is_part, part in self._below(value, is_schema):
             self._mark_merged(part, is_schema=is_part)
         if isinstance(value, Mapping) and isinstance(target := value.get("$ref"), str):
-            self._mark_merged(resolved(self._root, target), is_schema=True)
+            self._mark_merged(resolved_reference(self._root, target), is_schema=True)
 
     def _applied(self, schema: Mapping[str, Any]) -> Iterator[list[Any]]:
         """Yield groups of schemas. What matches `schema` matches one of each group."""
         if isinstance(target := schema.get("$ref"), str):
-            yield [resolved(self._root, target)]
+            yield [resolved_reference(self._root, target)]
         yield from ([part] for part in _list(schema.get("allOf")))
         yield from (_list(schema[name]) for name in ("anyOf", "oneOf") if name in schema)
 

@@ -28,16 +28,19 @@ def check_recursion(schema: Any) -> None:
         raise ValueError(f"no text matches it: infinite recursion: {at} refers back to {target}")
 
 
-def resolved(schema: Any, target: str) -> Any:
-    """Return the part of a schema that a reference refers to; True, which anything matches, if it is not found."""
+def resolved_reference(schema: Any, target: str) -> Any:
+    """Return the part of a schema that a reference refers to; true, which anything matches, if it is not found."""
     if target != "#" and not target.startswith("#/"):
         return True
     found = schema
     for name in target[1:].split("/")[1:]:
         key = unquote(name).replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, Mapping) or key not in found:
+        if isinstance(found, list) and key in map(str, range(len(found))):
+            found = found[int(key)]
+        elif isinstance(found, Mapping) and key in found:
+            found = found[key]
+        else:
             return True
-        found = found[key]
     return found
 
 
@@ -63,7 +66,7 @@ class _Recursion:
         targets = {"#", *self._targets(self._schema)}
         found = True
         while found:  # a target may need another one that was found in this pass
-            new = {each for each in targets - self._satisfiable if self._is_satisfiable(resolved(self._schema, each))}
+            new = {each for each in targets - self._satisfiable if self._is_satisfiable(self._resolved(each))}
             self._satisfiable |= new
             found = bool(new)
         return None if "#" in self._satisfiable else self._endless("#", self._schema, set())
@@ -78,7 +81,7 @@ class _Recursion:
                 return self._endless(at + path, part, passed)
             if part.target in passed or part.target == "#":
                 return f"{at}/$ref", part.target
-            return self._endless(part.target, resolved(self._schema, part.target), passed | {part.target})
+            return self._endless(part.target, self._resolved(part.target), passed | {part.target})
         return None
 
     def _is_satisfiable(self, schema: Any) -> bool:
@@ -98,6 +101,9 @@ class _Recursion:
         elif isinstance(schema, list):
             for part in schema:
                 yield from self._targets(part)
+
+    def _resolved(self, target: str) -> Any:
+        return resolved_reference(self._schema, target)
 
     def _visit(self) -> None:
         self._visits += 1

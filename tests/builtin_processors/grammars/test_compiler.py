@@ -41,7 +41,7 @@ HOSTILE: dict[str, tuple[Callable[[], str], str | None]] = {
     "a huge repetition": (lambda: from_regex("a{1000000000}"), None),
     "an exponential automaton": (lambda: from_regex("(a|b)*a(a|b){40}"), None),
     "deep brackets": (lambda: from_regex("(" * 50_000 + "a" + ")" * 50_000), "invalid regex"),
-    "deep objects": (lambda: from_json_schema(_nested('{"properties": {"a": ', "}}", 300)), "recursion limit"),
+    "deep objects": (lambda: from_json_schema(_nested('{"properties": {"a": ', "}}", 300)), "nests too deeply"),
     "deep arrays": (lambda: from_json_schema(_nested('{"items": ', "}", 300)), "recursion limit"),
     "a product of schemas": (
         lambda: from_json_schema(
