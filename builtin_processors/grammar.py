@@ -72,7 +72,7 @@ class GrammarParams(ProcessorParams):
     """Free text with tags whose contents are constrained, in xgrammar's words: `{"format": {…}}`, or the older
     `{"structures": […], "triggers": […]}`."""
     whitespace_pattern: Annotated[str | None, Expects("a regular expression")] = None
-    """Regular expression for the white space between the parts of JSON. "": none. Default: any."""
+    """Regular expression for the white space between the parts of JSON. "": none. Default: the operator's."""
     after: Annotated[Marker | None, Expects("a text or a list of token ids")] = None
     """Marker after which the constrained text begins, such as `</think>`: a text, which is tokenized, or token ids.
     Until its tokens are sampled consecutively, all tokens are allowed. Default: the text begins at once, or after the
@@ -83,8 +83,8 @@ class GrammarParams(ProcessorParams):
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
         if len(given) != 1:
             raise ValueError(f"give exactly one of {', '.join(CONSTRAINTS)}; got {' and '.join(given) or 'none'}")
-        if self.whitespace_pattern is not None and given[0] not in ("json_schema", "json_object"):
-            raise ValueError(f"whitespace_pattern: goes with json_schema or json_object, not with {given[0]}")
+        if self.whitespace_pattern is not None and given[0] not in WITH_JSON:
+            raise ValueError(f"whitespace_pattern: goes with {', '.join(WITH_JSON)}, not with {given[0]}")
         return self
 
     @property
@@ -92,17 +92,19 @@ class GrammarParams(ProcessorParams):
         """Name of the constraint that is set."""
         return next(name for name in CONSTRAINTS if getattr(self, name) is not None)
 
-    def source(self, model: ModelFacts) -> str:
+    def source(self, model: ModelFacts, json_whitespace: str | None = None) -> str:
         """Return the grammar in llguidance's syntax.
 
         Args:
             model: has the special tokens that a structural tag may name.
+            json_whitespace: the `whitespace_pattern` of requests without one; None: any white space.
 
         Raises:
             ValueError: the constraint is malformed or too long.
         """
         given = getattr(self, self.constraint)
         text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+        space = json_whitespace if self.whitespace_pattern is None else self.whitespace_pattern
         length = len(text) + len(self.whitespace_pattern or "")
         if length > MAX_GRAMMAR_LENGTH:
             raise ValueError(f"it has {length} characters, more than {MAX_GRAMMAR_LENGTH}")
@@ -115,12 +117,14 @@ class GrammarParams(ProcessorParams):
                 return grammar_source.from_choice(given)
             case "structural_tag":
                 value = json.loads(given) if isinstance(given, str) else given
-                return from_structural_tag(value, TokenNames.of(model))
+                return from_structural_tag(value, TokenNames.of(model), space)
         schema = {"type": "object"} if self.json_object else given
-        return grammar_source.from_json_schema(schema, self.whitespace_pattern)
+        return grammar_source.from_json_schema(schema, space)
 
 
 CONSTRAINTS = ("json_schema", "json_object", "regex", "ebnf", "choice", "structural_tag")
+WITH_JSON = ("json_schema", "json_object", "structural_tag")
+"""The constraints that `whitespace_pattern` goes with."""
 _DESCRIPTIONS = {
     "json_schema": "the JSON schema",
     "json_object": "the JSON",
@@ -169,6 +173,8 @@ class GrammarProcessor(BuiltinProcessor):
 
     Args:
         reasoning: the model's thinking markers; None if unknown.
+        json_whitespace: regular expression for the white space between the parts of JSON in requests without a
+            `whitespace_pattern`; "" for none; None for any.
     """
 
     name = "grammar"
@@ -176,8 +182,9 @@ class GrammarProcessor(BuiltinProcessor):
     example: ClassVar[Mapping[str, Any]] = {"regex": "[a-c]*d?"}
     is_mask = True
 
-    def __init__(self, reasoning: ReasoningMarkers | None = None) -> None:
+    def __init__(self, reasoning: ReasoningMarkers | None = None, json_whitespace: str | None = None) -> None:
         self._reasoning = reasoning
+        self._json_whitespace = json_whitespace
         self._lock = threading.Lock()
         self._compiler: GrammarCompiler | None = None
         self._executor: LLExecutor | None = None
@@ -207,7 +214,7 @@ class GrammarProcessor(BuiltinProcessor):
         source = ""
         try:
             compiler = self._compiler_for(model)  # first, because it refuses unsupported tokenizers
-            source = read.source(model)
+            source = read.source(model, self._json_whitespace)
             matcher = compiler.compile(source)
         except (ValueError, RecursionError) as error:
             # Positions refer to the generated Lark, unless it is the client's own.

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from logitship.client.linear_regex import LinearRegex
 from logitship.sampler.sampling_params import LogprobsMode
 
 from .allowed_hosts import ANY, check_allowed_host, check_allowed_origin, is_loopback
@@ -71,6 +72,9 @@ class ServerConfig:
     their own. 0: each token has its own step."""
 
     # Sampling
+    constrained_json_whitespace_pattern: str = r"(\n[ \t]{0,20})?[ ]?"
+    """Regular expression for the white space between the parts of JSON, unless a request has its own. "": none. The
+    default is what people and programs write: a model that likes white space would fill its output with it."""
     max_logprobs: int = 20
     logprobs_mode: LogprobsMode = "raw_logprobs"
     reasoning_config: str | Mapping[str, str] | None = None
@@ -229,6 +233,10 @@ class ServerConfig:
             re.compile(self.logits_processor_pattern or "")
         except re.error as error:
             raise ValueError(f"logits_processor_pattern is not a regular expression: {error}") from None
+        try:
+            LinearRegex(self.constrained_json_whitespace_pattern)
+        except ValueError as error:
+            raise ValueError(f"constrained_json_whitespace_pattern: {error}") from None
 
     def _check_choices(self) -> None:
         for name, kind in setting_types().items():

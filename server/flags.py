@@ -81,6 +81,10 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
     ),
     "sampling": (
+        Flag(
+            ("--constrained-json-whitespace-pattern",),
+            "regular expression for the white space between the parts of JSON, where the output is constrained to JSON",
+        ),
         Flag(("--max-logprobs",), "maximum number of log-probabilities per position that a request may ask for"),
         Flag(
             ("--logprobs-mode",),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 _POSITION = re.compile(r"^(?:at )?\d+\(\d+\): ")
@@ -51,6 +52,8 @@ def explained(error: ValueError | RecursionError, *, keep_position: bool) -> str
     """
     if isinstance(error, RecursionError):
         return "it nests too deeply"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error}"
     if isinstance(error, UnicodeEncodeError):
         return "it contains an unpaired surrogate"
     message = str(error)

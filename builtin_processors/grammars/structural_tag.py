@@ -66,17 +66,18 @@ class TokenNames:
         )
 
 
-def from_structural_tag(value: Any, tokens: TokenNames) -> str:
+def from_structural_tag(value: Any, tokens: TokenNames, json_whitespace: str | None = None) -> str:
     """Return the grammar of a structural tag.
 
     Args:
         value: parsed JSON, see `structural_formats.read_structural_tag`.
         tokens: the model's tokens.
+        json_whitespace: white space in JSON without a `max_whitespace_cnt`, see `grammar_source.json_value`.
 
     Raises:
         ValueError: it is malformed, or llguidance cannot express it; says why.
     """
-    return _Lark(tokens).written(formats.read_structural_tag(value))
+    return _Lark(tokens, json_whitespace).written(formats.read_structural_tag(value))
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,11 @@ class _Lark:
     to beginning: it gets the following symbols, because free text depends on the text that ends it.
     """
 
-    def __init__(self, tokens: TokenNames) -> None:
+    def __init__(self, tokens: TokenNames, json_whitespace: str | None = None) -> None:
         self.results: dict[Hashable, Any] = {}
         """See `_once`."""
         self._tokens = tokens
+        self._json_whitespace = json_whitespace
         self._groups_of: dict[int, list[tuple[str, list[formats.Tag]]]] = {}
         """By the id of a format's tags, which the structural tag keeps alive."""
         self._names: dict[str, str] = {}
@@ -162,9 +164,9 @@ class _Lark:
             case formats.Regex():
                 return [_Symbol(self._pattern(part.pattern), is_regular=True), *then]
             case formats.JsonSchema():
-                spaces = None if part.max_whitespace_cnt is None else rf"[ \n\r\t]{{0,{part.max_whitespace_cnt}}}"
-                if part.max_whitespace_cnt == 0:
-                    spaces = ""
+                spaces = self._json_whitespace
+                if part.max_whitespace_cnt is not None:
+                    spaces = rf"[ \n\r\t]{{0,{part.max_whitespace_cnt}}}" if part.max_whitespace_cnt else ""
                 return [_Symbol(self._rule(json_value(part.json_schema, spaces))), *then]
             case formats.Grammar():
                 return [_Symbol(self._ebnf(part.grammar)), *self._in_characters(then)]

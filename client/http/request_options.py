@@ -79,6 +79,8 @@ class SGLangSamplingOptions(SamplingOptions, total=False):
     json_schema: str
     regex: str
     ebnf: str
+    whitespace_pattern: str
+    """Regular expression for the white space between the parts of JSON."""
     structural_tag: str
     """JSON text of a structural tag. The OpenAI routes take it in `response_format`."""
 

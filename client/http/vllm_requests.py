@@ -50,6 +50,7 @@ _STRUCTURED_OUTPUTS = {
     "regex": "regex",
     "ebnf": "grammar",
     "structural_tag": "structural_tag",
+    "whitespace_pattern": "whitespace_pattern",
 }
 _UNSUPPORTED = {
     "stop_regex": "vLLM does not support stop expressions",

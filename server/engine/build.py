@@ -97,7 +97,7 @@ def _build(
 ) -> AsyncEngine:
     """Build the engine on its thread, and start it."""
     reasoning = _reasoning_config(config, loaded)
-    grammar = add_grammar(registry, reasoning, loaded)
+    grammar = add_grammar(registry, reasoning, config.constrained_json_whitespace_pattern, loaded)
     free = free_bytes(config, loaded.model)  # once: the slots' cache must not reduce the prefix cache
     model = _model_info(config, loaded, free)
     library = make_library(config, loaded, registry, executor)

@@ -71,9 +71,11 @@ def make_registry(plugins: list[Plugin], trees: Mapping[str, TokenTree]) -> Regi
     return registry
 
 
-def add_grammar(registry: Registry, reasoning: ReasoningConfig | None, loaded: LoadedModel) -> GrammarProcessor:
+def add_grammar(
+    registry: Registry, reasoning: ReasoningConfig | None, json_whitespace: str, loaded: LoadedModel
+) -> GrammarProcessor:
     """Add a grammar processor that is aware of the model's reasoning markers, and create its tokenizer early."""
-    processor = GrammarProcessor(None if reasoning is None else ReasoningMarkers.of(reasoning))
+    processor = GrammarProcessor(None if reasoning is None else ReasoningMarkers.of(reasoning), json_whitespace)
     with contextlib.suppress(ValueError):  # each request with a grammar is refused with this error
         processor.load_tokenizer(model_view(loaded))
     registry.add(GrammarProcessor.name, GrammarProcessor, lambda: processor)

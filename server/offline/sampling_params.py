@@ -176,7 +176,11 @@ class SamplingParams(EngineSamplingParams):
                 seed=read.seed if read.sampling_seed is None else read.sampling_seed,
                 include_stop_str_in_output=read.no_stop_trim,
                 structured_outputs=StructuredOutputsParams(
-                    read.json_schema, read.regex, grammar=read.ebnf, structural_tag=read.structural_tag
+                    read.json_schema,
+                    read.regex,
+                    grammar=read.ebnf,
+                    whitespace_pattern=read.whitespace_pattern,
+                    structural_tag=read.structural_tag,
                 )
                 if is_constrained
                 else None,
@@ -207,5 +211,6 @@ SGLANG_CONSTRAINTS = {
     "structured_outputs.regex": "regex",
     "structured_outputs.grammar": "ebnf",
     "structured_outputs.structural_tag": "structural_tag",
+    "structured_outputs.whitespace_pattern": "whitespace_pattern",
 }
 """SGLang's names for the fields of `structured_outputs`."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, PlainValidator, model_validator
 
-from logitship.builtin_processors.grammar import MAX_GRAMMAR_LENGTH, GrammarProcessor
+from logitship.builtin_processors.grammar import MAX_GRAMMAR_LENGTH, WITH_JSON, GrammarProcessor
 from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import ProcessorRequest
@@ -66,6 +66,22 @@ class Constraint:
     def processor(self) -> ProcessorRequest:
         """The processor that enforces it."""
         return ProcessorRequest(InstalledProcessor(GrammarProcessor.name), self.params, own=True)
+
+    def with_whitespace(self, pattern: str, at: str) -> Constraint:
+        """Return the constraint with a field `whitespace_pattern`.
+
+        Args:
+            pattern: its value.
+            at: its path in the request body.
+
+        Raises:
+            BadRequest: the constraint is not about JSON, or has such a field of its own.
+        """
+        if self.params.keys().isdisjoint(WITH_JSON):
+            raise BadRequest(f"{at}: requires JSON, but {self.at} is something else: leave one out", param=at)
+        if "whitespace_pattern" in self.params:
+            raise BadRequest(f"{at}: the white space in {self.at} is set there too: leave one out", param=at)
+        return replace(self, params={**self.params, "whitespace_pattern": pattern})
 
 
 class JsonSchemaFormat(RequestModel):
@@ -169,8 +185,8 @@ class StructuredOutputs(RequestModel):
         if self.whitespace_pattern is not None and self.disable_any_whitespace:
             raise FieldError("disable_any_whitespace", "contradicts whitespace_pattern")
         for name in ("whitespace_pattern", "disable_any_whitespace"):
-            if getattr(self, name) not in (None, False) and not (self.json_object or self.json_schema is not None):
-                raise FieldError(name, "requires json or json_object")
+            if getattr(self, name) not in (None, False) and given[0].params.keys().isdisjoint(WITH_JSON):
+                raise FieldError(name, "requires json, json_object or structural_tag")
         return self
 
     def constraints(self, at: str) -> Iterator[Constraint]:
@@ -183,7 +199,7 @@ class StructuredOutputs(RequestModel):
             yield Constraint({"json_object": True} | white, f"{at}.json_object")
         for name, param in _STRUCTURED.items():
             if (value := getattr(self, name)) is not None:
-                yield Constraint({param: value}, f"{at}.{name}")
+                yield Constraint({param: value} | (white if param in WITH_JSON else {}), f"{at}.{name}")
 
 
 class GrammarFields(RequestModel):
@@ -193,6 +209,7 @@ class GrammarFields(RequestModel):
         "json_schema": json.dumps(_EXAMPLE_SCHEMA),
         "regex": "[A-Z][a-z]+",
         "ebnf": _EXAMPLE_GRAMMAR,
+        "whitespace_pattern": "[ ]?",
     }
 
     json_schema: Schema | None = None
@@ -201,6 +218,9 @@ class GrammarFields(RequestModel):
     """Structured output: text that matches this regular expression."""
     ebnf: GrammarText | None = None
     """Structured output: text in the language of this grammar, in EBNF or Lark."""
+    whitespace_pattern: GrammarText | None = None
+    """Structured output: regular expression for the white space between the parts of JSON. Default: a line break with
+    up to 20 characters of indentation, or a space, unless the operator has set another one."""
 
     def constraints(self, at: str = "") -> Iterator[Constraint]:
         """Yield the constraints in these fields.
@@ -272,11 +292,16 @@ def constraint_of(fields: GrammarFields, at: str = "") -> Constraint | None:
         at: its path in the request body.
 
     Raises:
-        BadRequest: there are two constraints.
+        BadRequest: there are two constraints, or one does not go with `whitespace_pattern`.
     """
     given = list(fields.constraints(at))
     if len(given) > 1:
         raise BadRequest(
             f"{given[1].at}: a request may have only one constraint, and {given[0].at} is set too", param=given[1].at
         )
-    return given[0] if given else None
+    if fields.whitespace_pattern is None:
+        return given[0] if given else None
+    space_at = f"{at}.whitespace_pattern" if at else "whitespace_pattern"
+    if not given:
+        raise BadRequest(f"{space_at}: requires a constraint to JSON, such as json_schema", param=space_at)
+    return given[0].with_whitespace(fields.whitespace_pattern, space_at)

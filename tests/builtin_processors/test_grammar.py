@@ -518,7 +518,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"regex": "a", "after": []}, "after: expected at least one token id"),
     ({"regex": "a", "after": [VOCAB_SIZE]}, "after: .*outside the vocabulary"),
     ({"regex": "a", "after": 5}, "after: expected a string or a list of token ids, got 5"),
-    ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern: goes with json_schema or json_object"),
+    (
+        {"regex": "a", "whitespace_pattern": " "},
+        "whitespace_pattern: goes with json_schema, json_object, structural_tag, not with regex",
+    ),
 ]
 
 

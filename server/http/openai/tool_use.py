@@ -8,7 +8,7 @@ from typing import Any
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.refusals import BadRequest
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest
-from logitship.server.schemas.structured_outputs import Constraint, constraint_of
+from logitship.server.schemas.structured_outputs import Constraint
 from logitship.server.schemas.tool_schemas import NamedToolChoice, Tool, ToolFields
 
 from .tool_calls import JSON_ARRAY, TOOL_FORMATS, ToolCallParser, ToolFormat, format_of_template
@@ -25,12 +25,14 @@ class ToolUse:
         tools: the functions that it may call.
         choice: `auto`, `required`, or `named`.
         parallel: whether it may call several times.
+        whitespace_pattern: white space in the arguments, where they are constrained; None: the operator's.
     """
 
     format: ToolFormat
     tools: tuple[Tool, ...]
     choice: str
     parallel: bool
+    whitespace_pattern: str | None = None
 
     def parser(self) -> ToolCallParser:
         """Return a parser for one continuation."""
@@ -60,7 +62,9 @@ class ToolUse:
             }
         else:
             tag = {"type": "or", "elements": [{"type": "regex", "pattern": r"([^\s{][\s\S]*)?"}, self._enclosed(calls)]}
-        return Constraint({"structural_tag": {"format": tag}}, "tools")
+        constraint = Constraint({"structural_tag": {"format": tag}}, "tools")
+        space = self.whitespace_pattern
+        return constraint if space is None else constraint.with_whitespace(space, "whitespace_pattern")
 
     def _tag(self, tool: Tool) -> dict[str, Any]:
         free = self.choice == "auto" and not tool.function.strict
@@ -93,11 +97,11 @@ def tool_use_of(engine: AsyncEngine, body: ChatCompletionRequest) -> ToolUse | N
             'or set tool_choice to "required" or the name of a function',
             param="tools",
         )
-    if (other := constraint_of(body)) is not None:
+    if (other := next(body.constraints(), None)) is not None:
         raise BadRequest(
             f'{other.at}: cannot be combined with tools: leave one out, or set tool_choice to "none"', param=other.at
         )
-    return ToolUse(known or JSON_ARRAY, tools, choice, body.parallel_tool_calls)
+    return ToolUse(known or JSON_ARRAY, tools, choice, body.parallel_tool_calls, body.whitespace_pattern)
 
 
 def check_template_shows_tools(engine: AsyncEngine, body: ToolFields) -> None:

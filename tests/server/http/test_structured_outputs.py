@@ -244,7 +244,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         CHAT,
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"uniqueItems": True}}}},
         "response_format.json_schema.schema",
-        "the JSON schema cannot be used: Unimplemented keys",
+        "the JSON schema cannot be used: uniqueItems cannot be enforced",
     ),
     (CHAT, {"response_format": "json"}, "response_format", "must be a JSON object"),
     (
