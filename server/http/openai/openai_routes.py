@@ -180,7 +180,16 @@ class OpenAIResponseBuilder(ABC, Generic[Body]):
 
     @abstractmethod
     def stream_responses(self, continuation: Continuation, chunk: GenerationChunk) -> Sequence[OpenAIStreamResponse]:
-        """Build the stream's events for one chunk of the engine, with one choice each."""
+        """Build the stream's events for one chunk of the engine, with one choice each; none if it says nothing."""
+
+    def has_details(self, chunk: GenerationChunk) -> bool:
+        """Return whether a chunk without text says something: text is held back while a stop string is possible."""
+        return (
+            chunk.finish_reason is not None
+            or bool(chunk.logprobs)
+            or (self.body.return_token_ids and bool(chunk.token_ids))
+            or bool(chunk.traces)
+        )
 
     async def stream(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
         """Yield the encoded events of a stream.
@@ -277,7 +286,10 @@ class CompletionResponseBuilder(OpenAIResponseBuilder[CompletionRequest]):
 
     def stream_responses(self, continuation: Continuation, chunk: GenerationChunk) -> list[CompletionStreamResponse]:
         """Build the stream's event for one chunk of the engine."""
-        return [{**self._empty_stream_response, "choices": [self._choice(continuation, chunk)]}]
+        choice = self._choice(continuation, chunk)
+        if not choice["text"] and not self.has_details(chunk):
+            return []
+        return [{**self._empty_stream_response, "choices": [choice]}]
 
     def _whole_choice(self, continuation: Continuation) -> CompletionChoice:
         choice = self._choice(continuation, continuation)
@@ -391,9 +403,11 @@ class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
             "logprobs": chat_logprobs(self.tokenizer, chunk.logprobs) if self.body.logprobs else None,
         }
         self._add_details(choice, chunk)
-        event: ChatCompletionStreamResponse = {**self._empty_stream_response, "choices": [choice]}
+        events: list[ChatCompletionStreamResponse] = [{**self._empty_stream_response, "choices": [choice]}]
+        if not any(choice["delta"].values()) and not self.has_details(chunk):
+            events = []
         if continuation.index in self._begun:
-            return [event]
+            return events
         self._begun.add(continuation.index)
         first: ChatStreamChoice = {
             "index": continuation.index,
@@ -401,7 +415,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
             "logprobs": None,
             "finish_reason": None,
         }
-        return [{**self._empty_stream_response, "choices": [first]}, event]
+        return [{**self._empty_stream_response, "choices": [first]}, *events]
 
     def _choice(self, continuation: Continuation) -> ChatChoice:
         choice: ChatChoice = {
