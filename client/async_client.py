@@ -34,6 +34,7 @@ from logitship.client.http.sse import OpenAIStream, SGLangStream, StreamReader
 from logitship.client.http.transport import (
     DEFAULT_BASE_URL,
     DEFAULT_TIMEOUT,
+    ClientPerLoop,
     check_base_url,
     client_headers,
     http_request,
@@ -54,6 +55,9 @@ T = TypeVar("T")
 class AsyncClient:
     """Asyncio version of `Client`, with the same arguments, methods, records and errors.
 
+    It may be used in one event loop after the other, as by several `asyncio.run`, and in several at once. Each has its
+    own connections, but for a `transport` that you give: that belongs to the loop in which it is first used.
+
     Streams are async generators. To stop one early, use `contextlib.aclosing`: otherwise its request runs until the
     generator is garbage-collected.
     """
@@ -70,19 +74,22 @@ class AsyncClient:
         transport: httpx.AsyncBaseTransport | None = None,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        self._http = httpx.AsyncClient(
+        make = partial(
+            httpx.AsyncClient,
             base_url=check_base_url(base_url),
             headers=client_headers(api_key, headers),
             timeout=timeout,
             transport=transport,
+            verify=transport is not None or httpx.create_ssl_context(),  # one for all loops: it takes long to create
         )
-        self._dialect = ServerDialect(dialect, self._http.base_url.netloc.decode("ascii"))
+        self._clients = ClientPerLoop(make, is_shared=transport is not None)
+        self._dialect = ServerDialect(dialect, httpx.URL(base_url).netloc.decode("ascii"))
         self._retries = RetryPolicy(max_retries)
         self._sleep = sleep
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        await self._clients.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -240,7 +247,7 @@ class AsyncClient:
         reader = StreamReader(SGLangStream() if sglang else OpenAIStream(request.fault_token))
         response = await self._send(request)
         try:
-            with transport_errors(self._http):
+            with transport_errors(self._clients.get()):
                 async for piece in response.aiter_bytes():
                     for chunk in reader.feed(piece):
                         yield chunk
@@ -276,8 +283,9 @@ class AsyncClient:
             attempt += 1
 
     async def _attempt(self, request: HttpRequest) -> httpx.Response:
-        with transport_errors(self._http):
-            response = await self._http.send(http_request(self._http, request), stream=request.stream)
+        http = self._clients.get()
+        with transport_errors(http):
+            response = await http.send(http_request(http, request), stream=request.stream)
             if not response.is_success:
                 await response.aread()
             return response

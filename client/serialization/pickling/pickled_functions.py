@@ -5,7 +5,10 @@ These are handlers of `ClassPickler`.
 
 from __future__ import annotations
 
+import functools
+import operator
 import types
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import PurePath
 from typing import Any
 
@@ -14,6 +17,14 @@ import dill._dill
 from .pickled_modules import ModulePickler
 from .reductions import annotations_as_text
 
+_SINGLE_DISPATCH = next(
+    code
+    for code in functools.singledispatch.__code__.co_consts
+    if isinstance(code, types.CodeType) and code.co_name == "wrapper"
+)
+_MADE_BY_SINGLE_DISPATCH = frozenset({"_clear_cache", "dispatch", "register", "registry"})
+"""Attributes that `functools.singledispatch` sets."""
+
 
 def save_function(pickler: ModulePickler, function: types.FunctionType) -> None:
     """Write a function: by name if it is installed, else by value."""
@@ -21,6 +32,9 @@ def save_function(pickler: ModulePickler, function: types.FunctionType) -> None:
         pickler.save_global(function)
         return
     pickler.check_code_allowed(function)
+    if function.__code__ is _SINGLE_DISPATCH:
+        _save_single_dispatch(pickler, function)
+        return
     globals_proxy = pickler.modules.namespace(function.__globals__).proxy
     cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
     new_cells = [(name, cell) for name, cell in cells if id(cell) not in pickler.memo]
@@ -29,6 +43,21 @@ def save_function(pickler: ModulePickler, function: types.FunctionType) -> None:
     for name, cell in new_cells:
         _fill_cell(pickler, function, name, cell)
     pickler.modules.add_globals(function)
+    _set_attributes(pickler, function)
+
+
+def _save_single_dispatch(pickler: ModulePickler, function: types.FunctionType) -> None:
+    """Let `functools.singledispatch` create the function, then register its implementations.
+
+    It has a cache of weak references, and its code is that of the standard library.
+    """
+    attributes = vars(function)
+    stand_in = types.SimpleNamespace(__name__=function.__name__)  # the implementations may refer to the function
+    pickler.save_reduce(functools.singledispatch, (stand_in,), obj=function)
+    for cls, implementation in attributes["registry"].items():
+        label = f"implementation of {function.__qualname__} for {cls.__qualname__}"
+        with pickler.at(label, implementation):
+            pickler.call(operator.methodcaller("register", cls, implementation), function)
     _set_attributes(pickler, function)
 
 
@@ -67,7 +96,7 @@ def _fill_cell(pickler: ModulePickler, function: types.FunctionType, name: str, 
         value = cell.cell_contents
     except ValueError:  # not assigned yet
         return
-    with pickler.at(f"variable {name!r} captured by {function.__qualname__}", value):
+    with _at(pickler, f"variable {name!r} captured by", function, value):
         pickler.call(setattr, cell, "cell_contents", value)
 
 
@@ -82,8 +111,19 @@ def _set_attributes(pickler: ModulePickler, function: types.FunctionType) -> Non
     for name in ("__defaults__", "__kwdefaults__"):
         value = getattr(function, name)
         if value:
-            with pickler.at(f"a default argument of {function.__qualname__}", value):
+            with _at(pickler, "a default argument of", function, value):
                 pickler.call(setattr, function, name, value)
+    made = _MADE_BY_SINGLE_DISPATCH if function.__code__ is _SINGLE_DISPATCH else ()
     for name, value in function.__dict__.items():
-        with pickler.at(f"attribute {name!r} of function {function.__qualname__}", value):
-            pickler.call(setattr, function, name, value)
+        if name not in made:
+            with _at(pickler, f"attribute {name!r} of function", function, value):
+                pickler.call(setattr, function, name, value)
+
+
+def _at(
+    pickler: ModulePickler, relation: str, function: types.FunctionType, value: Any
+) -> AbstractContextManager[None]:
+    """Label a part of a function. What is inside of a library's function is only known to that library."""
+    if pickler.is_own(function.__globals__.get("__name__")):
+        return pickler.at(f"{relation} {function.__qualname__}", value)
+    return nullcontext()

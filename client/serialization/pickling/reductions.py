@@ -72,6 +72,10 @@ def reduce_value(obj: Any) -> Any:
     if type(obj) is functools.partial:
         # Reading the __dict__ of a partial creates it, which would change the bytes.
         return functools.partial, (obj.func,), (obj.func, obj.args, obj.keywords, obj.__dict__ or None)
+    if type(obj) in (weakref.WeakKeyDictionary, weakref.WeakValueDictionary):
+        return type(obj), (), None, None, iter(dict(obj).items())
+    if type(obj) is weakref.WeakSet:
+        return weakref.WeakSet, (ordered(obj),)
     if isinstance(obj, types.WrapperDescriptorType | types.MethodDescriptorType):
         return getattr, (obj.__objclass__, obj.__name__)
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
