@@ -217,8 +217,7 @@ class GrammarProcessor(BuiltinProcessor):
             source = read.source(model, self._json_whitespace)
             matcher = compiler.compile(source)
         except (ValueError, RecursionError) as error:
-            # Positions refer to the generated Lark, unless it is the client's own.
-            reason = explained(error, keep_position=not source.startswith(grammar_source.NO_FORCING))
+            reason = explained(error, source, is_generated=source.startswith(grammar_source.NO_FORCING))
             raise ValueError(f"{_DESCRIPTIONS[read.constraint]} cannot be used: {reason}") from None
         after = read.after or ()
         key = sha256(f"{after}{source}".encode()).hexdigest()

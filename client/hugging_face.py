@@ -97,6 +97,8 @@ class HuggingFaceProcessor(CustomLogitProcessor):
             input_ids = torch.tensor([tokens], dtype=torch.int64, device=logits.device)
             scores = logits[row : row + 1]
             result = processor(input_ids, scores)
+            if result is None:
+                return None  # a fault of the author's class, which the executor explains as that of any other
             if result is not scores:
                 logits[row] = result[0]
         return logits

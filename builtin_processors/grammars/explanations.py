@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 
-_POSITION = re.compile(r"^(?:at )?\d+\(\d+\): ")
+COMMENT = " // "
+AT_TAG = f"{COMMENT}in the tag that begins with "
+"""Comment behind a rule of a generated grammar: errors in the rule are there."""
+_POSITION = re.compile(r"^(?:at )?(\d+)\(\d+\): ")
 _EXPLANATIONS: dict[str, str] = {
     r"Unimplemented keys: \[(?P<names>[^]]*)\].*": "{names} cannot be enforced: write the schema without",
     r"oneOf constraints are not supported.*": (
@@ -43,12 +46,14 @@ _EXPLANATIONS: dict[str, str] = {
 _PATTERNS = [(re.compile(pattern, re.DOTALL), text) for pattern, text in _EXPLANATIONS.items()]
 
 
-def explained(error: ValueError | RecursionError, *, keep_position: bool) -> str:
+def explained(error: ValueError | RecursionError, source: str, *, is_generated: bool) -> str:
     """Return why a grammar cannot be used.
 
     Args:
         error: the error of the translation, or of llguidance.
-        keep_position: whether the line and column in llguidance's message are those of the client's text.
+        source: the grammar in llguidance's syntax; "" if the translation failed.
+        is_generated: whether lines and columns in llguidance's message are those of a generated grammar, instead of the
+            client's text.
     """
     if isinstance(error, RecursionError):
         return "it nests too deeply"
@@ -59,12 +64,15 @@ def explained(error: ValueError | RecursionError, *, keep_position: bool) -> str
     message = str(error)
     found = _POSITION.match(message)
     position, reason = (found[0], message[found.end() :]) if found else ("", message)
+    if found and is_generated:
+        _, comment, place = source.split("\n")[int(found[1]) - 1].rpartition(AT_TAG)
+        position = f"{comment.removeprefix(COMMENT)}{place}: " if comment else ""
     reason = reason.removeprefix("failed to compile JSON schema: ")
     for pattern, text in _PATTERNS:
         if match := pattern.fullmatch(reason):
             reason = text.format(**{name: _listed(value) for name, value in match.groupdict().items()})
             break
-    return f"{position}{reason}" if keep_position else reason
+    return f"{position}{reason}"
 
 
 def _listed(text: str) -> str:

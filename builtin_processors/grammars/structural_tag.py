@@ -8,6 +8,7 @@ terminal, which avoids ambiguity. JSON, EBNF and added tokens are separate symbo
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,12 +19,16 @@ from llguidance import regex_to_lark
 from logitship.builtin_processors.params import ModelFacts, shown
 
 from . import structural_formats as formats
+from .explanations import AT_TAG, COMMENT
 from .grammar_source import NO_FORCING, ebnf_rules, json_value, literal
 
 _MAX_LENGTH = 1 << 20
 """Maximum characters of the Lark grammar of a structural tag."""
 _MAX_PARTS = 50_000
 """Maximum formats to process, with repetition, which takes a second or two. `_once` keeps their texts out of this."""
+
+_MAX_SHOWN = 100
+"""Characters of a tag's beginning in a message."""
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -129,6 +134,8 @@ class _Lark:
         """See `_once`."""
         self._tokens = tokens
         self._json_whitespace = json_whitespace
+        self._tag_begin = ""
+        """Beginning of the innermost tag that is being translated, as JSON."""
         self._groups_of: dict[int, list[tuple[str, list[formats.Tag]]]] = {}
         """By the id of a format's tags, which the structural tag keeps alive."""
         self._names: dict[str, str] = {}
@@ -167,7 +174,7 @@ class _Lark:
                 spaces = self._json_whitespace
                 if part.max_whitespace_cnt is not None:
                     spaces = rf"[ \n\r\t]{{0,{part.max_whitespace_cnt}}}" if part.max_whitespace_cnt else ""
-                return [_Symbol(self._rule(json_value(part.json_schema, spaces))), *then]
+                return [_Symbol(self._json_rule(part.json_schema, spaces)), *then]
             case formats.Grammar():
                 return [_Symbol(self._ebnf(part.grammar)), *self._in_characters(then)]
             case formats.Token():
@@ -320,7 +327,23 @@ class _Lark:
         tokens = ",".join(map(str, sorted(ids)))
         return [_Symbol(self._rule(f"({self._free(avoid)} <[{tokens}]>)*"))]
 
+    def _json_rule(self, schema: bool | dict[str, Any], spaces: str | None) -> str:
+        """Return the name of a rule for JSON, with a comment for error messages: it may be one tag of many."""
+        place = f"{AT_TAG}{self._tag_begin}" if self._tag_begin else ""
+        try:
+            return self._rule(json_value(schema, spaces) + place)
+        except ValueError as error:
+            raise ValueError(f"{place.removeprefix(COMMENT)}: {error}" if place else str(error)) from None
+
     def _tag(self, tag: formats.Tag, then: list[_Symbol]) -> list[_Symbol]:
+        outer = self._tag_begin
+        begin = tag.begin.value if isinstance(tag.begin, formats.ConstString) else ""
+        self._tag_begin = json.dumps(begin[:_MAX_SHOWN]) if begin else outer
+        symbols = self._tag_symbols(tag, then)
+        self._tag_begin = outer
+        return symbols
+
+    def _tag_symbols(self, tag: formats.Tag, then: list[_Symbol]) -> list[_Symbol]:
         end = self._regular(formats.Or(elements=tag.end), ())
         if end is not None:
             texts = tag.end_texts if len(tag.end_texts) == len(tag.end) else ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,12 +101,17 @@ def bad_words_token_ids(tokenizer: Tokenizer, words: Sequence[str]) -> tuple[tup
     """Return the token sequences to forbid: each word at the start of a text, and after a space.
 
     Raises:
-        InvalidSamplingParams: a word is empty.
+        InvalidSamplingParams: a word is empty, or only white space.
     """
     sequences: dict[tuple[int, ...], None] = {}
     for word in dict.fromkeys(words):
-        if not word.strip():
+        if not word:
             raise InvalidSamplingParams("bad_words", "must not contain an empty string")
+        if not word.strip():
+            raise InvalidSamplingParams(
+                "bad_words",
+                f"{json.dumps(word)} is only white space, which is no word: forbid its tokens with logit_bias",
+            )
         for text in (word.lstrip(), f" {word.lstrip()}"):
             sequences[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
     return tuple(sequences)

@@ -282,6 +282,10 @@ _TEMPLATE_ARGUMENTS = frozenset(
 """Arguments of the rendering function, which template variables must not override."""
 
 
+TEMPLATE_VARIABLES = {"enable_thinking": "in chat_template_kwargs"}
+"""Variables of chat templates that clients write into the body, as of some other servers."""
+
+
 def check_template_variables(variables: Mapping[str, Any]) -> None:
     """Refuse variables that would override arguments of the rendering function.
 
@@ -309,6 +313,7 @@ class ChatCompletionRequest(OpenAIFields, ToolFields):
         "parallel_tool_calls": False,
     }
     rules: ClassVar = CHAT_RULES
+    elsewhere: ClassVar = TEMPLATE_VARIABLES
 
     messages: Annotated[list[Message], FailFast(), Field(max_length=MAX_MESSAGES)]
     """The conversation."""

@@ -13,7 +13,7 @@ from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import BeamSearch, EarlyStopping, beam_search_of
 
 from .documented import Documented
-from .field_rules import FieldRule, Refused
+from .field_rules import FieldRule, Ignored, Refused
 
 Model = TypeVar("Model", bound="RequestModel")
 IgnoredFields: TypeAlias = set[str]
@@ -70,6 +70,8 @@ class RequestModel(Documented):
 
     rules: ClassVar[Mapping[str, FieldRule]] = {}
     """Rules for fields of the API that are not applied."""
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """Fields that clients write here, and where they belong."""
     nullable: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -86,8 +88,16 @@ class RequestModel(Documented):
             elif name in cls.rules:
                 _apply_rule(cls.rules[name], name, value, info.context)
             else:
-                raise FieldError(name, _unknown(name, [*known, *cls.rules]))
+                raise FieldError(name, cls._unknown(name, known))
         return kept
+
+    @classmethod
+    def _unknown(cls, name: str, known: Iterable[str]) -> str:
+        if name in cls.elsewhere:
+            return f"unknown field: it belongs {cls.elsewhere[name]}"
+        accepted = [*known, *(each for each, rule in cls.rules.items() if isinstance(rule, Ignored))]
+        close = difflib.get_close_matches(name[:80], accepted, n=1)
+        return "unknown field" + (f", did you mean {close[0]}?" if close else "")
 
 
 def _apply_rule(rule: FieldRule, name: str, value: object, ignored: IgnoredFields | None) -> None:
@@ -96,11 +106,6 @@ def _apply_rule(rule: FieldRule, name: str, value: object, ignored: IgnoredField
             raise FieldError(name, f"is not supported by this server: {rule.reason}")
     elif value is not None and ignored is not None:
         ignored.add(name)
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name[:80], known, n=1)
-    return "unknown field" + (f", did you mean {close[0]}?" if close else "")
 
 
 def parse_model(model: type[Model], data: object, at: str = "", ignored: IgnoredFields | None = None) -> Model:

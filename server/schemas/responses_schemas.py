@@ -11,6 +11,7 @@ from .field_rules import REASONING_RULES, RESPONSES_INPUT_RULES, RESPONSES_RULES
 from .openai_schemas import (
     MAX_MESSAGES,
     MAX_TEMPLATE_VARIABLES,
+    TEMPLATE_VARIABLES,
     ChatCompletionRequest,
     Message,
     OpenAIFields,
@@ -127,6 +128,7 @@ class ResponsesRequest(OpenAIFields):
         "chat_template_kwargs": {"enable_thinking": False},
     }
     rules: ClassVar = RESPONSES_RULES
+    elsewhere: ClassVar = TEMPLATE_VARIABLES
 
     input: Annotated[
         list[InputMessage],

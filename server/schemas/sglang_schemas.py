@@ -135,6 +135,7 @@ class GenerateRequest(RequestModel):
         "trace": {"top": 5},
     }
     rules: ClassVar = BODY_RULES
+    elsewhere: ClassVar = dict.fromkeys(SGLangSamplingParams.model_fields, "in sampling_params")
 
     text: OneOrMoreTexts | None = None
     """The prompt, or a list of prompts. Alternative to `input_ids`."""
@@ -168,6 +169,9 @@ class GenerateRequest(RequestModel):
     """Return the tokens' texts next to their ids."""
     trace: TraceOptions | None = None
     """Return a trace per token: how each processor and sampling parameter changed the probabilities."""
+
+
+SGLangSamplingParams.elsewhere = dict.fromkeys(GenerateRequest.model_fields, "next to sampling_params, not in it")
 
 
 class AbortRequest(RequestModel):

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from .documented import documented
 from .field_rules import TOKENIZE_RULES
-from .openai_schemas import MAX_MESSAGES, MAX_TEMPLATE_VARIABLES, Message, check_template_variables
+from .openai_schemas import MAX_MESSAGES, MAX_TEMPLATE_VARIABLES, TEMPLATE_VARIABLES, Message, check_template_variables
 from .request_schema import FieldError, Id, RequestModel
 from .sglang_schemas import InputIds, OneOrMoreTexts
 from .tool_schemas import ToolFields
@@ -39,6 +39,7 @@ class TokenizeRequest(ToolFields):
         "return_token_strs": True,
     }
     rules: ClassVar = TOKENIZE_RULES
+    elsewhere: ClassVar = TEMPLATE_VARIABLES
 
     model: Id | None = None
     """Name of the model; optional, since there is only one."""

@@ -22,7 +22,15 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from logitship import LLM, Client, CustomLogitProcessor, ProcessorSerializationError, SamplingParams, from_hugging_face
+from logitship import (
+    LLM,
+    Client,
+    CustomLogitProcessor,
+    ProcessorFault,
+    ProcessorSerializationError,
+    SamplingParams,
+    from_hugging_face,
+)
 from logitship.client import hugging_face
 from logitship.client.author_errors import author_line, author_traceback
 from logitship.client.http import http_requests
@@ -305,3 +313,19 @@ def test_string_runs_on_stock_sglang(tmp_path: Path) -> None:
         [sys.executable, "-c", program], input=string, cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert json.loads(result.stdout) == [[2, 3], [0, 1, 2, 3]]
+
+
+class Forgetful(LogitsProcessor):
+    """Edits in place, and returns nothing."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> Any:
+        scores[:, 0] = -torch.inf
+
+
+def test_missing_return_is_named(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=2, custom_logit_processor=Forgetful())
+    with pytest.raises(
+        ProcessorFault, match=r"^processor Forgetful returned NoneType, .* must return the logits"
+    ) as fault:
+        llm.generate("a", params, use_tqdm=False)
+    assert "hugging_face.py" not in str(fault.value)

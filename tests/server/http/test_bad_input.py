@@ -101,7 +101,7 @@ def _cases() -> Iterator[Case]:
     yield from _sampling("stop_token_ids", [1.0], says="token ids")
     yield from _sampling("stop_token_ids", 5, says="token ids")
     yield from _sampling("bad_words", "no", says="list")
-    yield from _sampling("bad_words", [" "], says="empty")
+    yield from _sampling("bad_words", [" "], says="only white space")
     yield from _sampling("logit_bias", {"a": 1}, says="'a' is not a token id")
     yield from _sampling("logit_bias", {"1": 1, "01": 2}, says="'01' is not a token id")
     yield from _sampling("logit_bias", {"9" * 5000: 1}, says="is not a token id")

@@ -364,3 +364,23 @@ def test_server_survives_hostile_grammars(real: Any) -> None:
     error = error_of(real.post(COMPLETIONS, {**PROMPTS[COMPLETIONS], "ebnf": bomb}))
     assert "it takes too much memory, or nests too deeply" in error["message"]
     assert real.ok(COMPLETIONS, {**PROMPTS[COMPLETIONS], "ebnf": EBNF})["choices"][0]["text"] in ("acb", "addb")
+
+
+def test_refusal_names_the_tool(real: Any) -> None:
+    schemas: dict[str, Any] = {"good": SCHEMA, "bad": {"type": "object", "minProperties": "x"}}
+    tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in schemas.items()]
+    body = {**PROMPTS[CHAT], "tools": tools, "tool_choice": "required"}
+    message = real.post(CHAT, body).json()["error"]["message"]
+    assert message.startswith("tools: the structural tag cannot be used: in the tag that begins with ")
+    assert '"bad' in message.replace("\\", "")
+    assert '"good' not in message.replace("\\", "")
+
+
+def test_refusal_names_the_tool_whose_schema_cannot_end(real: Any) -> None:
+    endless = {"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}
+    tools = [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in (("good", SCHEMA), ("bad", endless))
+    ]
+    message = real.post(CHAT, {**PROMPTS[CHAT], "tools": tools, "tool_choice": "required"}).json()["error"]["message"]
+    assert '{"name": "bad", "parameters": ": no text matches it' in message.replace("\\", "")
