@@ -62,6 +62,10 @@ class BuiltinProcessor(CustomLogitProcessor):
         self.check_model(model)
         return self.Params.read(params, model)
 
+    def params_in_beams(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return a request's parameters in a beam search, where some have other defaults."""
+        return params
+
     def restrict(self, param_list: Sequence[dict[str, Any]], allowed: Sequence[AllowedTokens]) -> None:
         """Forbid the tokens that the next call will set to -inf, in each row where these follow from the history alone.
 

@@ -43,6 +43,8 @@ _MAX_BEGINNINGS = 32
 """Maximum words of a mask that are not zero, where the next text may be certain: one for each of its beginnings."""
 _MAX_TOKENS_AHEAD = 16
 """Maximum tokens of a text that is looked for."""
+_MAX_USUAL_TOKENS = 10_000
+"""Maximum tokens of all texts of a choice that are generated as their usual tokens: more would take long to compile."""
 MAX_GRAMMAR_LENGTH = 1 << 18
 """Maximum characters of a grammar. OpenAI's API allows about half of that for a JSON schema."""
 
@@ -78,6 +80,11 @@ class GrammarParams(ProcessorParams):
     Until its tokens are sampled consecutively, all tokens are allowed. Default: the text begins at once, or after the
     thinking that the prompt has begun."""
 
+    tokenization: Annotated[Literal["any", "usual"], Expects('"any" or "usual"')] = "any"
+    """With `choice`. any: any tokens that form one of the texts. usual: only those into which the tokenizer divides it,
+    so that each text is generated in one way; of texts with up to 10,000 tokens together, without special ones.
+    Default: any; in a beam search, which would find texts twice, usual."""
+
     @model_validator(mode="after")
     def _check_one(self) -> Self:
         given = [name for name in CONSTRAINTS if getattr(self, name) is not None]
@@ -85,6 +92,8 @@ class GrammarParams(ProcessorParams):
             raise ValueError(f"give exactly one of {', '.join(CONSTRAINTS)}; got {' and '.join(given) or 'none'}")
         if self.whitespace_pattern is not None and given[0] not in WITH_JSON:
             raise ValueError(f"whitespace_pattern: goes with {', '.join(WITH_JSON)}, not with {given[0]}")
+        if self.tokenization == "usual" and self.choice is None:
+            raise ValueError(f"tokenization: goes with choice, not with {given[0]}")
         return self
 
     @property
@@ -198,6 +207,10 @@ class GrammarProcessor(BuiltinProcessor):
             return GrammarStats()
         return GrammarStats(compiler.num_checks, compiler.num_waiting, self._num_failures)
 
+    def params_in_beams(self, params: Mapping[str, Any]) -> Mapping[str, Any]:
+        """See `BuiltinProcessor.params_in_beams`."""
+        return {"tokenization": "usual", **params} if params.get("choice") is not None else params
+
     def load_tokenizer(self, model: ModelFacts) -> None:
         """Create the tokenizer of llguidance, which blocks all threads for some tenths of a second, and its threads.
 
@@ -215,6 +228,11 @@ class GrammarProcessor(BuiltinProcessor):
         try:
             compiler = self._compiler_for(model)  # first, because it refuses unsupported tokenizers
             source = read.source(model, self._json_whitespace)
+            if read.choice is not None and read.tokenization == "usual":
+                texts = [compiler.usual_tokens(text) for text in dict.fromkeys(read.choice)]
+                usual = [tokens for tokens in texts if tokens is not None]
+                if len(usual) == len(texts) and sum(map(len, usual)) <= _MAX_USUAL_TOKENS:
+                    source = grammar_source.from_tokens(usual)
             matcher = compiler.compile(source)
         except (ValueError, RecursionError) as error:
             reason = explained(error, source, is_generated=source.startswith(grammar_source.NO_FORCING))

@@ -108,6 +108,11 @@ class GrammarCompiler:
         token_ids, _ = self._tokenizer.tokenize_partial(text)
         return token_ids
 
+    def usual_tokens(self, text: str) -> list[int] | None:
+        """Return the tokens into which the tokenizer divides a text; None if special ones stand for parts of it."""
+        token_ids = self._tokenizer.tokenize_str(text)
+        return token_ids if b"".join(map(self._text_of, token_ids)) == text.encode() else None
+
     def compile(self, grammar: str) -> LLMatcher:
         """Return a matcher at the beginning of the text. It is shared: copy it before consuming tokens.
 

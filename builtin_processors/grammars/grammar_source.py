@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from llguidance import regex_to_lark
@@ -74,6 +74,12 @@ def from_choice(choice: Sequence[str]) -> str:
         raise ValueError("it is empty: give at least one text")
     # One expression instead of alternative rules, which are ambiguous if one choice is a prefix of another.
     return from_regex("|".join(map(literal, choice)))
+
+
+def from_tokens(alternatives: Iterable[Sequence[int]]) -> str:
+    """Return a grammar of one of several sequences of tokens."""
+    written = (" ".join(f"<[{token}]>" for token in tokens) or '""' for tokens in alternatives)
+    return f"{NO_FORCING}start: {' | '.join(written)}"
 
 
 def literal(text: str) -> str:

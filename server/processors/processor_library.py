@@ -225,7 +225,13 @@ class ProcessorLoader:
         return runnable
 
     def prepare(
-        self, processor: LoadedProcessor, params: Mapping[str, Any] | None, *, tenant: str = "", own: bool = False
+        self,
+        processor: LoadedProcessor,
+        params: Mapping[str, Any] | None,
+        *,
+        tenant: str = "",
+        own: bool = False,
+        in_beams: bool = False,
     ) -> Any:
         """Check a request's parameters, and return what a built-in processor makes of them; None for all others.
 
@@ -234,6 +240,7 @@ class ProcessorLoader:
             params: the request's parameters for it.
             tenant: who sent the request.
             own: the parameters are for this processor alone, so an unknown one is an error.
+            in_beams: the request is a beam search.
 
         Raises:
             InvalidParams: the processor rejects the parameters.
@@ -248,6 +255,8 @@ class ProcessorLoader:
             _check_known(processor.instance, params or {})
         try:
             with on_behalf_of(tenant):
+                if in_beams:
+                    params = processor.instance.params_in_beams(params or {})
                 return processor.instance.prepare(params, self._model)
         except ValueError as error:
             raise InvalidParams(str(error)) from error

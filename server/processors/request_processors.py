@@ -411,7 +411,13 @@ class RequestProcessors:
             held.append(processor)
         key = id(processor), id(wanted.params)
         if key not in prepared:
-            prepared[key] = self._library.prepare(processor, wanted.params, tenant=request.tenant, own=wanted.own)
+            prepared[key] = self._library.prepare(
+                processor,
+                wanted.params,
+                tenant=request.tenant,
+                own=wanted.own,
+                in_beams=request.beam_search is not None,
+            )
         params = dict(wanted.params or {})
         return [ProcessorUse(processor, params, request.rid, prepared[key]) for _ in range(request.num_started)]
 

@@ -553,3 +553,42 @@ def test_bits_to_logits(rows: int, vocab: int, beyond: int) -> None:
     expected = logits.masked_fill(~keep[:, :vocab], -torch.inf)
     mask_tokens(logits, _bits(keep.tolist()))
     assert torch.equal(logits, expected)
+
+
+def _ways(processor: GrammarProcessor, new_row: Callable[..., Row], **params: Any) -> list[str]:
+    """Return the text of each sequence of tokens that the grammar allows."""
+    texts: list[str] = []
+    waiting: list[list[int]] = [[]]
+    while waiting:
+        output = waiting.pop()
+        row = new_row(**params)
+        row.output.extend(output)
+        (tokens,) = allowed(processor, row)
+        texts += [row.text] * bool(tokens & MODEL.eos_token_ids)
+        waiting += [[*output, token] for token in tokens - MODEL.eos_token_ids]
+    return sorted(texts)
+
+
+def test_beams_generate_each_choice_in_one_way(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
+    choice = ["abc", "ab", "cab", "", "é", "abcab"]
+    in_beams = processor.params_in_beams({"choice": choice})
+    assert _ways(processor, new_row, **in_beams) == sorted(choice)
+    assert len(_ways(processor, new_row, choice=choice)) > len(choice)
+    given = {"choice": choice, "tokenization": "any"}
+    assert processor.params_in_beams(given) == given
+    regex = {"regex": "abc"}
+    assert processor.params_in_beams(regex) == regex
+
+
+def test_a_choice_without_usual_tokens_has_all(processor: GrammarProcessor, new_row: Callable[..., Row]) -> None:
+    """The texts of special tokens are texts here. Many texts would take long to compile."""
+    for choice in (["ab", "<think>"], [f"{number:x}" for number in range(9000)]):
+        row = new_row(choice=choice, tokenization="usual")
+        assert {token: TEXTS[token] for token in allowed(processor, row)[0]} == {
+            token: text for token, text in TEXTS.items() if text and any(each.startswith(text) for each in choice)
+        }
+
+
+def test_tokenization_goes_with_choice(processor: GrammarProcessor) -> None:
+    with pytest.raises(ValueError, match="tokenization: goes with choice, not with regex"):
+        processor.prepare({"regex": "a", "tokenization": "usual"}, MODEL)

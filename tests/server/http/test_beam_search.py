@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.server.requests.messages import BeamSearch
 from tests.helpers.answers import error_of
 
@@ -159,3 +160,20 @@ def test_fewer_choices_if_processors_allow_fewer_sequences(beams: Any) -> None:
     assert [receipt["steps"] for choice in choices for receipt in choice["receipts"]] == [
         len(choice["token_ids"]) for choice in choices
     ]
+
+
+def test_processors_get_the_parameters_of_beams(beams: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a beam search, a choice has one tokenization: beams would find a text twice."""
+    seen: list[Any] = []
+    prepare = GrammarProcessor.prepare
+
+    def recorded(self: GrammarProcessor, params: Any, model: Any) -> Any:
+        seen.append(params)
+        return prepare(self, params, model)
+
+    monkeypatch.setattr(GrammarProcessor, "prepare", recorded)
+    choice = ["yes", "no"]
+    for fields in ({"num_beams": 2}, {}, {"use_beam_search": True, "n": 2}):
+        answer = beams.ok(COMPLETIONS, {**BODY, "guided_choice": choice, **fields})
+    assert [params.get("tokenization") for params in seen] == ["usual", None, "usual"]
+    assert sorted(each["text"] for each in answer["choices"]) == ["no", "yes"]
