@@ -184,3 +184,11 @@ def test_tenant_step_share_is_a_fraction(share: float) -> None:
 )
 def test_names_in_metrics(keys: dict[str, Any], names: bool) -> None:
     assert ServerConfig(**SHIPPING, **keys).names_in_metrics is names
+
+
+@pytest.mark.parametrize(
+    ("pattern", "says"), [("(", "not a regular expression"), ("(?=a)", "lookahead and lookbehind are not supported")]
+)
+def test_pattern_of_white_space(pattern: str, says: str) -> None:
+    with pytest.raises(ValueError, match=f"^constrained_json_whitespace_pattern: {says}"):
+        ServerConfig(constrained_json_whitespace_pattern=pattern)

@@ -67,6 +67,11 @@ def test_generate_stream() -> None:
     [
         ({"no_stop_trim": True}, "include_stop_str_in_output", True),
         ({"json_schema": "{}"}, "structured_outputs", {"json": "{}"}),
+        (
+            {"json_schema": "{}", "whitespace_pattern": ""},
+            "structured_outputs",
+            {"json": "{}", "whitespace_pattern": ""},
+        ),
         ({"regex": "a+"}, "structured_outputs", {"regex": "a+"}),
         ({"ebnf": "root ::= a"}, "structured_outputs", {"grammar": "root ::= a"}),
         ({"structural_tag": "{}"}, "structured_outputs", {"structural_tag": "{}"}),
