@@ -99,8 +99,8 @@ def from_ebnf(text: str) -> str:
     """
     if _EBNF_RULE.search(text):
         return NO_FORCING + ebnf_rules(text)
-    if (other := _OTHER_RULE.search(text)) and not _LARK_START.search(text):
-        raise ValueError(f"line {text.count(chr(10), 0, other.start(1)) + 1}: {_wrong_rule(other)}")
+    if not _LARK_START.search(text):
+        _check_notation(text)
     if "%llguidance" in text or text.lstrip().startswith("{"):  # has options of its own, or is JSON
         return text
     return f"{text}\n{NO_FORCING}"  # at the end, so that error messages have the client's line numbers
@@ -126,7 +126,7 @@ forbid one of these, and then no token would be left."""
 _EBNF_RULE = re.compile(r"^[ \t]*[\w.-]+\s*::=", re.MULTILINE)
 _OTHER_RULE = re.compile(r"^[ \t]*(<?[A-Za-z_][\w.-]*>?)[ \t]*(::=|:=|=|->|→)", re.MULTILINE)
 """The beginning of a rule in other notations."""
-_LARK_START = re.compile(r"^[ \t]*start\s*:(?!=|:=)", re.MULTILINE)
+_LARK_START = re.compile(r"^[ \t]*start\s*(?:\[[^]\n]*\])?\s*:(?!=|:=)", re.MULTILINE)
 _TOKEN = re.compile(
     r"""(?P<space> \s+ | \#.* )
     | (?P<rule>   [A-Za-z0-9_][A-Za-z0-9_.-]* (?= \s* ::= ) )
@@ -168,6 +168,7 @@ class _Ebnf:
             ValueError: the EBNF has an error; names the line.
         """
         if "root" not in self._rules:
+            _check_notation(self._text)
             raise ValueError("there is no rule named root, which is the start rule")
         return "".join(self._translate())
 
@@ -213,6 +214,14 @@ class _Ebnf:
                 yield str(found.lastgroup), found[0], line
             line += found[0].count("\n")
             position = found.end()
+
+
+def _check_notation(text: str) -> None:
+    """Refuse rules in another notation; names the first one."""
+    for found in _OTHER_RULE.finditer(text):
+        if found[1].startswith("<") or found[2] != "::=":
+            line = text.count("\n", 0, found.start(1)) + 1
+            raise ValueError(f"line {line}: {_wrong_rule(found)}")
 
 
 def _wrong_rule(found: re.Match[str]) -> str:

@@ -38,6 +38,11 @@ MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"ebnf": '\n  root -> "a"'}, "line 2: a rule begins with 'root ::=', not with 'root ->'"),
     ({"ebnf": '<root> ::= "a"'}, "line 1: a rule begins with 'root ::=', not with '<root> ::='"),
     ({"ebnf": 'root ::= a\na := "b"'}, "line 2: a rule begins with 'a ::=', not with 'a :='"),
+    (
+        {"structural_tag": {"format": {"type": "grammar", "grammar": 'root = "a"'}}},
+        "line 1: a rule begins with 'root ::='",
+    ),
+    ({"ebnf": 'x ::= "b"\nroot = x'}, "line 2: a rule begins with 'root ::=', not with 'root ='"),
     ({"ebnf": 'root: "a"'}, "there is no start rule: EBNF begins with 'root ::=', Lark with 'start:'"),
     ({"ebnf": "start: <x>"}, 'unknown special token: "<x>"'),
     ({"ebnf": "start: a )\na: /b/"}, "1(10): expecting rule, token or statement"),
