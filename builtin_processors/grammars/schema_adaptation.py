@@ -12,6 +12,7 @@ llguidance reads numbers as 64-bit floats: others are refused.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -41,6 +42,8 @@ _MAX_INTEGER = (1 << 63) - 1
 _ESCAPES_WITHOUT_U = 'nrbtf\\"'
 _NEEDS_U = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Characters that can only be escaped by their number."""
+_NEEDS_U_IN_PATTERN = re.compile(r"\\x(?:[01]|7f|\{0*(?:1?[0-9a-f]|7f)\})|\\u00(?:[01]|7f)", re.IGNORECASE)
+"""Such characters, and those with a short escape, as a simplified pattern names them."""
 _ESCAPED_IN_PATTERN = re.compile(r"[^A-Za-z0-9]")
 
 
@@ -145,6 +148,7 @@ class _Adaptation:
         if isinstance(value.get("properties"), Mapping) and id(value) not in self._merged:
             is_referred_to = any(each.startswith(f"{path}/properties/") for each in self._references)
             _close(adapted, may_move=not is_referred_to)
+        self.needs_u |= _NEEDS_U_IN_PATTERN.search(str(adapted.get("pattern"))) is not None
         self.compares_texts |= "pattern" in adapted or "patternProperties" in adapted
         self.compares_texts |= bool(adapted.get("properties")) and adapted.get("additionalProperties") is not False
         return adapted
@@ -199,8 +203,10 @@ def _escaped(name: str) -> str:
 
 
 def _is_exact(value: Any, *, is_inclusive: bool = True) -> bool:
-    """Return whether llguidance represents a number exactly; True for what is no number."""
-    if not isinstance(value, int | float) or -_MAX_EXACT <= value <= _MAX_EXACT:
+    """Return whether llguidance represents a number exactly; True for what is no number of JSON."""
+    if not isinstance(value, int | float) or (isinstance(value, float) and not math.isfinite(value)):
+        return True
+    if -_MAX_EXACT <= value <= _MAX_EXACT:
         return True
     # A larger float may be what the parser of the request's body made of an integer.
     is_whole = isinstance(value, int) and is_inclusive and abs(value) <= _MAX_INTEGER

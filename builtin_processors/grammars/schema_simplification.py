@@ -48,6 +48,8 @@ def simplified(schema: Any) -> Any:
     for key, same in (("unevaluatedProperties", "additionalProperties"), ("unevaluatedItems", "items")):
         if result.get(key) is False and not any(each in result for each in _IN_PLACE):
             result.setdefault(same, False)
+    if "unevaluatedProperties" in result and _is_anything(result["unevaluatedProperties"]):
+        result.setdefault("additionalProperties", True)  # without either, `schema_adaptation` allows no other keys
     return {key: value for key, value in result.items() if not _is_idle(key, result)}
 
 

@@ -114,6 +114,7 @@ def test_control_character_that_needs_an_escape(tokens: LLTokenizer) -> None:
         ({"anyOf": [OPTIONAL, {"type": "null"}]}, ['{"start": 2}', "null"], ['{"x']),
         ({"description": "a", "allOf": [OPTIONAL]}, ['{"start": 2}'], ['{"x']),
         (OPTIONAL | {"additionalProperties": True}, ['{"start": 2, "x": [], "end": 1}'], ['{"start": "']),
+        (OPTIONAL | {"unevaluatedProperties": True}, ['{"start": 2, "x": [], "end": 1}'], ['{"start": "']),
         (OPEN, ['{"y": "", "end": 2, "x": "", "start": 1}', "{}"], ['{"end": "', '{"x": 1']),
         (OPEN | {"required": ["start"]}, ['{"start": 1, "x": "", "end": 1}'], ['{"x', '{"e', '{"start": 1, "start"']),
         ({"properties": {}}, ['{"x": 1}'], []),
