@@ -161,7 +161,11 @@ def running_server(config: ServerConfig, engine: AsyncEngine | None = None) -> I
     engine = engine or build_engine(config)
     server = HTTPServer(engine)
     thread = threading.Thread(target=server.run, name="logitship-http", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        engine.stop()
+        raise
     while not server.ready.wait(0.1):
         if not thread.is_alive():
             engine.stop()

@@ -15,6 +15,7 @@ RequestRefused
 ├── RateLimited           429   the API key has reached a limit per minute
 ├── ShareExceeded         429   the tenant's processors have used their share of the time
 └── ServiceUnavailable    503   shutting down, not ready, or no capacity now
+    └── ThreadUnavailable 503   no thread can be started now
 ```
 """
 
@@ -143,3 +144,10 @@ class ServiceUnavailable(RequestRefused):
 
     status_code = 503
     type = "service_unavailable_error"
+
+
+class ThreadUnavailable(ServiceUnavailable, RuntimeError):
+    """No thread can be started for the request now. A `RuntimeError`, as `Thread.start` raises one."""
+
+    def __init__(self) -> None:
+        super().__init__("the server cannot start a thread for this request now: try again later")

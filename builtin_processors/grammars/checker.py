@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import signal
@@ -115,7 +116,8 @@ class GrammarChecker:
         self._timer = threading.Timer(self._idle_timeout, _kill_idle, [weakref.ref(self)])
         self._timer.name, self._timer.daemon = "logitship-idle", True
         self._cancel_timer = weakref.finalize(self, self._timer.cancel)
-        self._timer.start()
+        with contextlib.suppress(RuntimeError):  # no thread can be started now: the next check tries again
+            self._timer.start()
 
     def _stop_timer(self) -> None:
         if self._cancel_timer is not None:

@@ -23,7 +23,7 @@ from logitship.server.metrics.observed_metrics import EngineMetrics, RequestMete
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors
-from logitship.server.refusals import ServiceUnavailable, ShareExceeded
+from logitship.server.refusals import ServiceUnavailable, ShareExceeded, ThreadUnavailable
 from logitship.server.requests.body_limits import QueuedBody, QueuedBytes
 from logitship.server.requests.fair_pool import REST, FairPool, run_behind_the_engine
 from logitship.server.requests.messages import AttachedProcessor, GenerationRequest, GenerationStream, ProcessorRequest
@@ -292,7 +292,12 @@ class AsyncEngine:
                 while self._active and self.healthy:
                     await asyncio.sleep(_SHUTDOWN_INTERVAL)
         # Not in the pool of `asyncio.to_thread`: jobs of requests may occupy all of its threads.
-        await in_daemon_thread(self.stop)
+        try:
+            stopped = in_daemon_thread(self.stop)
+        except ThreadUnavailable:
+            self.stop()  # blocks the event loop for some seconds, but ends the sandboxes
+        else:
+            await stopped
 
     def interrupt(self) -> None:
         """End every stream with an error at once, even if a step hangs. For a process that is about to end."""
@@ -373,7 +378,7 @@ class AsyncEngine:
         """Load the processors that are not shipped in a thread of their own. A large load has its turn.
 
         Raises:
-            RuntimeError: no thread can be started.
+            ThreadUnavailable: no thread can be started.
         """
 
         def load() -> list[list[ProcessorUse]]:

@@ -72,9 +72,9 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
     # Before the model, which takes long: a misspelled name should fail at once.
     plugins = load_batch_processors(config)
     registry = make_registry(plugins, load_trees(config))
-    zygote = start_zygote(config)  # starts while the model is loaded: both take seconds
-    thread = EngineThread()
+    thread, zygote = EngineThread(), None
     try:
+        zygote = start_zygote(config)  # starts while the model is loaded: both take seconds
         cores = thread.call(CoreBinding)  # before anything else: it observes the worker threads as they are created
         model = loaded or thread.call(lambda: load_model(config))
         executor = make_executor(config, model, zygote)

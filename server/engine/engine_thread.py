@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
 
-from logitship.server.requests.fair_pool import call_for
+from logitship.server.requests.fair_pool import call_for, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -219,9 +219,12 @@ def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 
     Loading a processor runs its author's code, which may take long or never return. `asyncio.to_thread` would occupy a
     thread of the shared pool with it, and Python would wait for that thread at exit.
+
+    Raises:
+        ThreadUnavailable: no thread can be started.
     """
     future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
     call = partial(call_for, future, partial(function, *args, **kwargs))
     context = contextvars.copy_context()
-    threading.Thread(target=context.run, args=(call,), name="logitship-load", daemon=True).start()
+    start_thread(partial(context.run, call), "logitship-load")
     return future

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Future
 
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
-from logitship.server.refusals import RequestRefused
+from logitship.server.refusals import RequestRefused, ThreadUnavailable
 
 from .active_requests import ActiveRequests
 from .engine_thread import EngineThread, in_daemon_thread
@@ -69,4 +70,5 @@ class Readiness:
     def _revive(self, sandboxes: SandboxExecutor) -> None:
         """Start the process again in the background: it may be that only a shipping request would, and none is sent."""
         if self._reviving is None or self._reviving.done():
-            self._reviving = in_daemon_thread(sandboxes.revive)
+            with contextlib.suppress(ThreadUnavailable):  # the next check tries again
+                self._reviving = in_daemon_thread(sandboxes.revive)

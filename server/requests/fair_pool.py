@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from logitship.sampler.round_robin_queue import RoundRobinQueue, TenantQueueFull
 from logitship.sampler.sandbox.cpu_time import lower_priority
-from logitship.server.refusals import QueueFull
+from logitship.server.refusals import QueueFull, ThreadUnavailable
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class FairPool:
       that took, and counts as its tenant's meanwhile: each operation of a forward pass waits for the GIL.
     * A job that waits ends when its caller is cancelled. A job that runs is not interrupted: keep jobs short.
     * Threads start with the first jobs, and end when they have had none for a while. They do not delay the end of the
-      process.
+      process. Where one cannot be started, jobs wait for the others; a job is refused if there are none.
 
     Args:
         num_threads: most threads, 2 or more.
@@ -93,6 +93,7 @@ class FairPool:
 
         Raises:
             QueueFull: too many jobs of the tenant wait.
+            ThreadUnavailable: the pool has no thread, and none can be started.
             Exception: what the function raises.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
@@ -117,13 +118,17 @@ class FairPool:
                     f"{self._max_waiting} of your requests wait to be prepared already: try again later"
                 ) from None
             if len(self._waiting) > self._num_idle and len(self._threads) < self._num_threads:
-                self._start_thread()
+                try:
+                    self._start_thread()
+                except ThreadUnavailable:
+                    if not self._threads:
+                        self._waiting.remove(tenant, job)
+                        raise
             self._changed.notify()
 
     def _start_thread(self) -> None:
-        thread = threading.Thread(target=self._work, name=next(self._names), daemon=True)
+        thread = start_thread(self._work, next(self._names))
         self._threads.add(thread)
-        thread.start()
 
     def _work(self) -> None:
         run_behind_the_engine()
@@ -156,6 +161,20 @@ class FairPool:
 
     def _may_take(self, tenant: str) -> bool:
         return self._running[tenant] < self._num_threads - 1
+
+
+def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
+    """Start a daemon thread for a request.
+
+    Raises:
+        ThreadUnavailable: the system has no thread left.
+    """
+    thread = threading.Thread(target=target, name=name, daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        raise ThreadUnavailable from None
+    return thread
 
 
 def run_behind_the_engine() -> None:

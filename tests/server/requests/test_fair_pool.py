@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from logitship.server.refusals import QueueFull
+from logitship.server.refusals import QueueFull, ThreadUnavailable
 from logitship.server.requests import fair_pool
 from logitship.server.requests.fair_pool import REST, FairPool
 from tests.helpers.coroutines import run
@@ -237,3 +237,36 @@ async def test_idle_threads_end_and_start_again() -> None:
     for thread in threads():
         await asyncio.to_thread(thread.join, GENEROUS)
     assert not threads()
+
+
+@contextlib.contextmanager
+def no_more_threads() -> Iterator[None]:
+    """Let no thread be started in the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", _fail_to_start)
+        yield
+
+
+def _fail_to_start(thread: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+async def test_thread_that_cannot_start_is_not_counted(pool: FairPool) -> None:
+    with no_more_threads():
+        for _ in range(4):
+            with pytest.raises(ThreadUnavailable, match=r"cannot start a thread .* try again later"):
+                await pool.run("a", int)
+    assert pool.num_waiting == 0
+    assert await asyncio.gather(*(start(pool, tenant, int) for tenant in "aabbcc")) == [0] * 6
+
+
+async def test_jobs_wait_for_the_threads_that_run(pool: FairPool, blocker: Blocker) -> None:
+    first = start(pool, "a", blocker)
+    await blocker.wait_until_running(1)
+    with no_more_threads():
+        others = [start(pool, tenant, int) for tenant in "abc"]
+        while pool.num_waiting < 3:
+            await asyncio.sleep(0.001)
+        assert not any(each.done() for each in others)
+        blocker.gate.set()
+        assert await asyncio.gather(first, *others) == ["done", 0, 0, 0]
