@@ -145,6 +145,9 @@ class AnswerReceiver:
 
     Guarantees:
     * `on_readable` is not called after `release`, and has returned when that returns.
+
+    Raises:
+        RuntimeError: the thread cannot be started.
     """
 
     def __init__(self) -> None:
@@ -154,7 +157,12 @@ class AnswerReceiver:
         self._end = os.eventfd(0)
         self._poll.register(self._end, select.EPOLLIN)
         self._thread = threading.Thread(target=self._receive, name="logitship-answers", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self._poll.close()
+            os.close(self._end)
+            raise
 
     def watch(self, descriptor: int, call: UnansweredCall) -> None:
         """Call `on_readable` when the connection of a call is readable or closed, until it returns False."""

@@ -92,6 +92,9 @@ class SandboxExecutor:
         max_rows: maximum rows of a call.
         vocab_size: width of the logits.
         num_spares: number of sandboxes to start before they are needed.
+
+    Raises:
+        RuntimeError: a thread cannot be started. The zygote is closed.
     """
 
     def __init__(
@@ -104,7 +107,6 @@ class SandboxExecutor:
     ) -> None:
         self._zygote = zygote
         self._limits = limits
-        self._spares = SpareSandboxes(lambda: Sandbox(zygote, max_rows, vocab_size), num_spares)
         self._handles = itertools.count()
         self._sandboxes: set[Sandbox] = set()
         self._unreported: dict[Sandbox, SandboxedProcessor] = {}
@@ -113,11 +115,17 @@ class SandboxExecutor:
         self._ended: Counter[str] = Counter()
         self._loading: dict[tuple[str, str], SandboxLoad] = {}
         self._pending: list[SandboxRun] = []
-        self._receiver = AnswerReceiver()
         self._first_calls = FirstCallCredit(limits.step_timeout, limits.first_step_timeout)
         self._stopped = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="logitship-sandboxes", daemon=True)
-        self._watcher.start()
+        with contextlib.ExitStack() as on_failure:  # a thread cannot be started
+            on_failure.callback(zygote.close)
+            self._receiver = AnswerReceiver()
+            on_failure.callback(self._receiver.close)
+            self._watcher.start()
+            on_failure.callback(self._stopped.set)
+            self._spares = SpareSandboxes(lambda: Sandbox(zygote, max_rows, vocab_size), num_spares)
+            on_failure.pop_all()
 
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
         """See `ProcessorExecutor.load`."""

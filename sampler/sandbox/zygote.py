@@ -127,16 +127,20 @@ class Zygote:
     def _fork(self, sandbox: int, connection: int, shared_memory: int) -> None:
         try:
             pid = os.fork()
-        except OSError as error:
-            self._channel.send(ControlMessage.NOT_FORKED, sandbox, str(error))
-        else:
             if pid == 0:
                 try:
                     self._become_sandbox(self._uid(sandbox), connection, shared_memory)
                 finally:
                     os._exit(1)
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                os.kill(pid, signal.SIGKILL)
+                raise
+        except OSError as error:
+            self._channel.send(ControlMessage.NOT_FORKED, sandbox, str(error))
+        else:
             self._sandboxes[pid] = sandbox
-            pidfd = os.pidfd_open(pid)
             self._channel.send(ControlMessage.FORKED, sandbox, descriptors=[pidfd])
             os.close(pidfd)
         os.close(connection)

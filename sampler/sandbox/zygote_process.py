@@ -55,6 +55,8 @@ _VARIABLES = {
     "HF_HUB_OFFLINE": "1",
 }
 
+_NO_DESCRIPTOR = "this process has no file descriptor left"
+
 
 class ZygoteError(Exception):
     """The zygote cannot be started. The message is for the operator."""
@@ -292,10 +294,13 @@ class ZygoteProcess:
         try:
             with other_end:
                 self._launcher_channel.send(ControlMessage.START, descriptors=[other_end.fileno()])
-            note, (found, failures), (pidfd,) = channel.receive()
+            note, (found, failures), descriptors = channel.receive()
+            if not descriptors:
+                raise ChannelClosed(_NO_DESCRIPTOR)
         except ChannelClosed:
             channel.close()
             raise
+        pidfd = descriptors[0]
         assert note is ControlMessage.READY
         protections = Protections.from_json(found)
         if not protections.sufficient or failures:
@@ -307,8 +312,13 @@ class ZygoteProcess:
             move_to_background(pid_of(pidfd), self._background_cores)
         zygote = _RunningZygote(channel, pidfd, protections)
         reader = threading.Thread(target=self._read, args=(zygote,), name="logitship-zygote", daemon=True)
+        try:
+            reader.start()
+        except RuntimeError as error:
+            channel.close()
+            os.close(pidfd)
+            raise ZygoteError(f"no thread can be started for its messages: {error}") from None
         self._readers = [reader, *(other for other in self._readers if other.is_alive())]
-        reader.start()
         return zygote
 
     def _abandon(self, zygote: _RunningZygote) -> None:
@@ -335,8 +345,10 @@ class ZygoteProcess:
                 if fork is None:  # the request has timed out
                     for descriptor in descriptors:
                         os.close(descriptor)
-                elif note is ControlMessage.FORKED:
+                elif note is ControlMessage.FORKED and descriptors:
                     fork.set_result(descriptors[0])
+                elif note is ControlMessage.FORKED:  # the sandbox ends, as its connection is closed
+                    fork.set_exception(ZygoteError(_NO_DESCRIPTOR))
                 else:
                     zygote.statuses.pop(sandbox)
                     fork.set_exception(ZygoteError(f"cannot fork a process: {values[0]}"))

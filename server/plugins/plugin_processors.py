@@ -200,7 +200,7 @@ def shipped_executor(
     """Return the executor of shipped processors. Starts the zygote of the sandboxes, which takes seconds.
 
     Raises:
-        ValueError: the kernel lacks a feature that the sandbox needs.
+        ValueError: the kernel lacks a feature that the sandbox needs, or no process or thread can be started.
     """
     if settings.shipping_is_off is not None:
         return DisabledExecutor(settings.shipping_is_off)
@@ -208,20 +208,22 @@ def shipped_executor(
         logger.warning("%sPROCESSOR_ISOLATION=none: shipped code runs in this process", settings.prefix)
         return InProcessExecutor(SGLANG_NAMES, model)
     zygote = ZygoteProcess(names=SGLANG_NAMES_REFERENCE, max_rows=max_rows, memory_limit=settings.sandbox_memory)
-    zygote.start()
-    try:
-        protections = zygote.set_up(model)
-    except ZygoteError as error:
-        zygote.close()
-        raise ValueError(f"shipped processors cannot run in sandboxes: {error}") from error
-    logger.info("shipped processors run in sandboxes, protected by: %s", protections.describe())
     limits = SandboxLimits(
         cpu_time=settings.sandbox_cpu_time,
         step_timeout=settings.sandbox_step_timeout,
         first_step_timeout=settings.sandbox_first_step_timeout,
         load_timeout=settings.sandbox_load_timeout,
     )
-    return SandboxExecutor(zygote, limits, max_rows, model.vocab_size, NUM_SPARES)
+    try:
+        zygote.start()
+        protections = zygote.set_up(model)
+        executor = SandboxExecutor(zygote, limits, max_rows, model.vocab_size, NUM_SPARES)
+    # `OSError`, `RuntimeError`: no process, no thread can be started.
+    except (ZygoteError, OSError, RuntimeError) as error:
+        zygote.close()
+        raise ValueError(f"shipped processors cannot run in sandboxes: {error}") from error
+    logger.info("shipped processors run in sandboxes, protected by: %s", protections.describe())
+    return executor
 
 
 def _registry(settings: PluginSettings) -> Registry:

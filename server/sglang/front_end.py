@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import threading
 from collections.abc import Sequence
@@ -56,7 +57,8 @@ class FrontEnd:
 
     def prepare(self) -> None:
         """Start the sandboxes in a thread. The first request with a processor waits for them."""
-        self._threads.submit(self._prepared)
+        with contextlib.suppress(RuntimeError):  # no thread can be started now: the first request tries again
+            self._threads.submit(self._prepared)
 
     async def admit(self, generate: Any, http_request: Any) -> None:
         """Check the processors of a request.
@@ -78,7 +80,13 @@ class FrontEnd:
         if uses_beam_search(generate):
             raise ValueError(BEAM_SEARCH)
         # In a thread: a request may have thousands of prompts, each with parameters of its own.
-        await asyncio.get_running_loop().run_in_executor(self._threads, self._check, pairs, http_request)
+        try:
+            checked = asyncio.get_running_loop().run_in_executor(self._threads, self._check, pairs, http_request)
+        except RuntimeError:
+            raise ValueError(
+                "custom_logit_processor: the server cannot start a thread to check it now: try again later"
+            ) from None
+        await checked
         mark_admitted(generate)
 
     def _check(self, pairs: Sequence[tuple[str, Any]], http_request: Any) -> None:

@@ -210,3 +210,45 @@ def test_close_leaks_no_descriptor() -> None:
     Forked(zygote).close()
     zygote.close()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_thread_that_cannot_start_ends_the_new_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next fork starts another one, and the process can be closed."""
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    zygote = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        before = len(os.listdir("/proc/self/fd"))
+        for start in (lambda: zygote.set_up(MODEL), lambda: Forked(zygote)):
+            with pytest.raises(ZygoteError, match="can't start new thread"):
+                start()
+        assert len(os.listdir("/proc/self/fd")) == before
+    Forked(zygote).close()
+    zygote.close()
+
+
+def test_descriptor_that_is_lost_ends_its_sandbox_alone(zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has no descriptor left for the one that the zygote sends. The other sandboxes go on."""
+    other, lost = Forked(zygote), threading.Event()
+    receive = zygote_process.Channel.receive
+
+    def without_descriptors(channel: zygote_process.Channel) -> Any:
+        note, values, descriptors = receive(channel)
+        if descriptors and not lost.is_set():
+            lost.set()
+            for descriptor in descriptors:
+                os.close(descriptor)
+            return note, values, []
+        return note, values, descriptors
+
+    with monkeypatch.context() as patch:
+        patch.setattr(zygote_process.Channel, "receive", without_descriptors)
+        Forked(zygote).close()  # ends the `receive` in which the reader waited before
+        with pytest.raises(ZygoteError, match="no file descriptor left"):
+            Forked(zygote)
+    Forked(zygote).close()
+    assert not other.process.status.done()
+    other.close()

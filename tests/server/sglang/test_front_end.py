@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -160,3 +161,22 @@ def test_settings_from_the_environment() -> None:
         SglangSettings.from_environment({"LOGITSHIP_SGLANG_X": "1"})
     with pytest.raises(ValueError, match=r"SHIPPING_API_KEY: must be keys, separated by commas$"):
         SglangSettings.from_environment({"LOGITSHIP_SGLANG_SHIPPING_API_KEY": "a,,b"})  # the log must not have them
+
+
+def test_thread_that_cannot_start(settings: SglangSettings, model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request is refused, and the next one is served. SGLang starts without the thread that prepares sandboxes."""
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    front_end = FrontEnd(settings, model, skips_processors=False)
+
+    async def admit_without_threads() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", no_thread)
+            front_end.prepare()
+            with pytest.raises(ValueError, match=r"custom_logit_processor: .* try again later"):
+                await front_end.admit(generate(SOURCE), None)
+        await front_end.admit(generate(SOURCE), None)
+
+    asyncio.run(admit_without_threads())
