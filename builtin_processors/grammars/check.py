@@ -22,7 +22,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterable
-from queue import Empty, SimpleQueue
+from concurrent.futures import Future
+from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
@@ -91,7 +92,7 @@ def check(tokenizer: LLTokenizer, grammar: str, at_low_priority: bool) -> tuple[
     Returns:
         The reason why it cannot be used, or None; and whether it took long.
     """
-    answers: SimpleQueue[tuple[str | None, bool]] = SimpleQueue()
+    answer: Future[tuple[str | None, bool]] = Future()
 
     def run() -> None:
         if at_low_priority:
@@ -101,16 +102,19 @@ def check(tokenizer: LLTokenizer, grammar: str, at_low_priority: bool) -> tuple[
             make_matcher(tokenizer, grammar)
         except ValueError as error:
             reason = str(error)
-        answers.put((reason, time.thread_time() > _LONG_CHECK))
+        except BaseException as error:  # noqa: BLE001  # boundary: third-party code
+            answer.set_exception(error)
+            return
+        answer.set_result((reason, time.thread_time() > _LONG_CHECK))
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        return answers.get(timeout=_LONG_CHECK)
-    except Empty:
+        return answer.result(timeout=_LONG_CHECK)
+    except TimeoutError:
         with contextlib.suppress(ProcessLookupError):  # it has just ended
             _lower_priority(thread.native_id or 0)
-    return answers.get()
+    return answer.result()
 
 
 def _lower_priority(thread: int) -> None:
@@ -120,6 +124,8 @@ def _lower_priority(thread: int) -> None:
 
 def main(lines: Iterable[str]) -> None:
     """Run the checker; see the module's docstring."""
+    with contextlib.suppress(OSError):  # the server must not be the one that is killed when memory is short
+        Path("/proc/self/oom_score_adj").write_text("1000")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (_MAX_DATA, _MAX_DATA))
     threading.stack_size(_STACK)

@@ -20,6 +20,10 @@ from . import check
 _log = logging.getLogger(__name__)
 
 
+class TooMuchMemory(ValueError):
+    """An allocation failed: the grammar needs too much memory, or the machine has none left."""
+
+
 class GrammarChecker:
     """Compiles grammars in a separate process, one after the other. Thread-safe.
 
@@ -62,8 +66,9 @@ class GrammarChecker:
 
         Raises:
             ValueError: it cannot be compiled, or not within the limits of time, memory and stack; says why.
-            PreparationUnavailable: it could not be checked, because the process does not start, or the machine is too
-                busy.
+            TooMuchMemory: it cannot be compiled now, and may be on a machine with more memory.
+            PreparationUnavailable: it could not be checked, because the process does not start or was killed, or the
+                machine is too busy.
         """
         with self._lock:
             self._stop_timer()
@@ -91,14 +96,13 @@ class GrammarChecker:
             self.took_long = True  # unless it answers otherwise
             _send(process, (grammar, at_low_priority))
             answer = self._answer(process)
+            if not answer.endswith("\n"):
+                self._kill()
+                raise _reason_of_end(process.returncode)
         except OSError as error:  # TimeoutError among them
             self._kill()
             _log.warning("grammars cannot be checked: %r", error)
             raise PreparationUnavailable("the server is too busy to check the grammar: try again later") from None
-        if not answer.endswith("\n"):
-            self._kill()
-            took = "time" if process.returncode == -signal.SIGPROF else "memory, or nests too deeply"
-            raise ValueError(f"it takes too much {took}: make it simpler")
         reason: str | None
         reason, self.took_long = json.loads(answer)
         if reason is not None:
@@ -149,6 +153,17 @@ class GrammarChecker:
         if not wait([process.stdout.fileno()], self._timeout):
             raise TimeoutError(f"no answer in {self._timeout:g} seconds")
         return process.stdout.readline()
+
+
+def _reason_of_end(status: int) -> Exception:
+    """Return the exception for a process that ended without an answer, which another process may have killed."""
+    if -status == signal.SIGPROF:
+        return ValueError("it takes too much time: make it simpler")
+    if -status == signal.SIGSEGV:
+        return ValueError("it nests too deeply: make it simpler")
+    if -status == signal.SIGABRT:
+        return TooMuchMemory("it takes too much memory: make it simpler")
+    return ChildProcessError(f"the checker process ended with status {status}")
 
 
 def _kill_idle(reference: weakref.ref[GrammarChecker]) -> None:

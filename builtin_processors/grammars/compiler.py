@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Collection
 from hashlib import sha256
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from llguidance import LLMatcher
 
@@ -18,13 +18,15 @@ from logitship.sampler.fair_slots import FairSlots
 from logitship.sampler.round_robin_queue import TenantQueueFull
 
 from . import check
-from .checker import GrammarChecker
+from .checker import GrammarChecker, TooMuchMemory
 
 _MAX_REFUSALS = 4096
 """Refused grammars that are remembered: a client may send an expensive one again and again."""
 _MAX_WAITING = 128
 """Grammars of a tenant that may wait for a checker."""
 _Made = TypeVar("_Made")
+_Key: TypeAlias = tuple[str, bytes]
+"""Tenant, and digest of a grammar. Tenants share none: response times would reveal one's grammars to another."""
 
 
 class TokenText(NamedTuple):
@@ -41,7 +43,7 @@ class GrammarCompiler:
 
     Args:
         model: the model.
-        max_grammars: size of the LRU cache.
+        max_grammars: size of the LRU cache. A tenant's grammars are evicted before those of tenants that have fewer.
         cpu_limit: maximum CPU seconds per grammar.
         timeout: maximum seconds to wait for other grammars, and for a checker's answer.
         num_checkers: checker processes, which start when they are needed; None: a quarter of the cores, at least 2.
@@ -123,12 +125,12 @@ class GrammarCompiler:
             ValueError: the grammar is invalid, or too expensive to compile; says why.
             PreparationUnavailable: the grammar could not be checked.
         """
-        key = sha256(grammar.encode()).digest()
+        key = current_tenant.get(), sha256(grammar.encode()).digest()
         known = self._known(key)
         if known is not None:
             return known
         try:
-            with self._slots.use(current_tenant.get(), self._timeout) as checker:
+            with self._slots.use(key[0], self._timeout) as checker:
                 # Another request may have sent the same grammar while this one waited.
                 return self._known(key) or self._make(key, grammar, checker)
         except TenantQueueFull:
@@ -138,7 +140,7 @@ class GrammarCompiler:
         except TimeoutError:
             raise PreparationUnavailable("the server is checking other grammars: try again later") from None
 
-    def _known(self, key: bytes) -> LLMatcher | None:
+    def _known(self, key: _Key) -> LLMatcher | None:
         """Return the matcher of a grammar that was compiled before; None if it was not. Raises if it was refused."""
         with self._lock:
             refusal = self._refused.get(key)
@@ -146,10 +148,12 @@ class GrammarCompiler:
                 return self._compiled.get(key)
         raise ValueError(refusal)
 
-    def _make(self, key: bytes, grammar: str, checker: GrammarChecker) -> LLMatcher:
+    def _make(self, key: _Key, grammar: str, checker: GrammarChecker) -> LLMatcher:
         try:
             self._check(grammar, checker)
             matcher = check.make_matcher(self._tokenizer, grammar)
+        except TooMuchMemory:  # or the machine has too little of it now
+            raise
         except ValueError as error:
             with self._lock:
                 self._refused.put(key, str(error))
@@ -170,7 +174,7 @@ class GrammarCompiler:
 
 
 class _Recent(Generic[_Made]):
-    """LRU cache. Not thread-safe.
+    """LRU cache that is fair to tenants. Not thread-safe.
 
     Args:
         max_entries: most entries.
@@ -178,19 +182,20 @@ class _Recent(Generic[_Made]):
 
     def __init__(self, max_entries: int) -> None:
         self._max_entries = max_entries
-        self._entries: OrderedDict[bytes, _Made] = OrderedDict()
+        self._entries: OrderedDict[_Key, _Made] = OrderedDict()
 
-    def get(self, key: bytes) -> _Made | None:
+    def get(self, key: _Key) -> _Made | None:
         """Return an entry, which is the most recently used one then; None if there is none."""
         if key in self._entries:
             self._entries.move_to_end(key)
         return self._entries.get(key)
 
-    def put(self, key: bytes, made: _Made) -> None:
-        """Add an entry, and drop the least recently used one if there are too many."""
+    def put(self, key: _Key, made: _Made) -> None:
+        """Add an entry. If there are too many, drop the least recently used one of the tenant that has most."""
         self._entries[key] = made
-        while len(self._entries) > self._max_entries:
-            self._entries.popitem(last=False)
+        if len(self._entries) > self._max_entries:
+            count = Counter(tenant for tenant, _ in self._entries)
+            del self._entries[max(self._entries, key=lambda each: count[each[0]])]  # the first of equals
 
 
 def _tokenizer_arguments(model: ModelFacts) -> dict[str, Any]:

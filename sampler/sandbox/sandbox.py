@@ -231,6 +231,11 @@ class Sandbox:
         return status.done() and status.result() is None
 
     @property
+    def was_killed(self) -> bool:
+        """True if another process killed it: the kernel does when memory is short."""
+        return self._death is not None and self._death.reason == _ended_by(signal.SIGKILL)
+
+    @property
     def is_new(self) -> bool:
         """True until the first call after LOAD begins."""
         return self._call_number <= 1
@@ -492,7 +497,7 @@ class Sandbox:
         code = os.waitstatus_to_exitcode(status)
         if code >= 0:
             return f"ended its process with exit status {code}"
-        return f"ended its process: {_signal_name(-code)}"
+        return _ended_by(-code)
 
 
 def wait_for_any(sandboxes: Collection[Sandbox], timeout: float = math.inf) -> list[Sandbox]:
@@ -536,12 +541,12 @@ def _is_readable(descriptor: int) -> bool:
     return bool(poll.poll(0))
 
 
-def _signal_name(number: int) -> str:
+def _ended_by(number: int) -> str:
     try:
         name = signal.Signals(number).name
     except ValueError:  # a real-time signal
-        return f"signal {number}"
-    return f"{name} ({(signal.strsignal(number) or name).lower()})"
+        return f"ended its process: signal {number}"
+    return f"ended its process: {name} ({(signal.strsignal(number) or name).lower()})"
 
 
 def _sealed_memory(size: int) -> int:

@@ -368,7 +368,7 @@ def _load_class(sandbox: Sandbox, sandboxed: SandboxedProcessor, timeout: float)
 
     Raises:
         ProcessorLoadError: the processor cannot be loaded; the message is for the client.
-        ExecutorUnavailable: the zygote ended.
+        ExecutorUnavailable: the zygote ended, or another process killed the sandbox.
     """
     try:
         sandbox.begin(Command.LOAD, load_message(sandboxed.string), timeout)
@@ -380,6 +380,10 @@ def _load_class(sandbox: Sandbox, sandboxed: SandboxedProcessor, timeout: float)
     except SandboxDied as died:
         if sandbox.was_lost:
             raise ExecutorUnavailable("the process that sandboxes are forked from ended: try again later") from None
+        if sandbox.was_killed:
+            raise ExecutorUnavailable(
+                "the process that was loading it was killed, as the system does when memory is short: try again later"
+            ) from None
         message = f"the processor {died.reason} (while it was loaded)\n{sandboxed.traceback_of(died)}".rstrip()
         raise ProcessorLoadError(with_printed(message, sandbox.take_printed())) from None
     message = scrub(body.decode(errors="replace"))[:MAX_TEXT_LENGTH]

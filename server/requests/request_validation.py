@@ -225,7 +225,7 @@ def check(request: GenerationRequest, limits: Limits, body_depth: int | None = N
         )
     if len(params.stop) > _MAX_STOP_STRINGS:
         raise BadRequest(f"has {len(params.stop)} strings, at most {_MAX_STOP_STRINGS} are allowed", param="stop")
-    _check_stop_regex(params.stop_regex)
+    _check_stop_regex(params.stop_regex, request.tenant)
     if body_depth is None or body_depth > _MAX_DEPTH:
         _check_depths(request)
     _check_tokens(params.stop_token_ids, "stop_token_ids", limits)
@@ -236,11 +236,11 @@ def check(request: GenerationRequest, limits: Limits, body_depth: int | None = N
     _check_tokens([token for word in params.bad_words_token_ids for token in word], "bad_words", limits)
 
 
-def _check_stop_regex(patterns: Sequence[str]) -> None:
+def _check_stop_regex(patterns: Sequence[str], tenant: str) -> None:
     if len(patterns) > _MAX_STOP_PATTERNS:
         raise BadRequest(f"has {len(patterns)} patterns, at most {_MAX_STOP_PATTERNS} are allowed", param="stop_regex")
     try:
-        compile_stop_regex(tuple(patterns))
+        compile_stop_regex(tuple(patterns), tenant)
     except ValueError as error:
         raise BadRequest(str(error), param="stop_regex") from None
 

@@ -94,7 +94,7 @@ class Sequence:
             skip_special_tokens=sampling_params.skip_special_tokens,
             spaces_between_special_tokens=sampling_params.spaces_between_special_tokens,
         )
-        stop_regex = compile_stop_regex(tuple(sampling_params.stop_regex))
+        stop_regex = compile_stop_regex(tuple(sampling_params.stop_regex), tenant)
         self._stop_strings = StopStrings(
             (*sampling_params.stop, *stop_regex.literals), include=sampling_params.include_stop_str_in_output
         )

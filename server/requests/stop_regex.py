@@ -184,8 +184,12 @@ class CompiledStopRegex:
 
 
 @lru_cache(maxsize=32)  # the sequences of a request have the same
-def compile_stop_regex(patterns: tuple[str, ...]) -> CompiledStopRegex:
+def compile_stop_regex(patterns: tuple[str, ...], tenant: str = "") -> CompiledStopRegex:
     """Compile the stop patterns of a request.
+
+    Args:
+        patterns: the patterns.
+        tenant: who sent them. Tenants share none: response times would reveal one's patterns to another.
 
     Raises:
         ValueError: see `CompiledStopRegex`.

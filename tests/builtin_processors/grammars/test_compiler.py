@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import threading
@@ -372,3 +373,117 @@ def test_checker_reports_the_reason(model: ModelView) -> None:
         checker.check(from_regex("(a"))
     checker.check(json.dumps({"grammars": [{"json_schema": {}}]}))
     checker.close()
+
+
+# --- failures of the machine, and tenants ---
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGABRT])
+def test_failure_that_may_be_the_machines_is_not_remembered(
+    number: signal.Signals, model: ModelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel kills a process when memory is short, and llguidance aborts it where no memory is given to it."""
+    compiler = GrammarCompiler(model)
+    compiler.compile(from_regex("a"))
+    process = compiler._checkers[0]._process
+    assert process is not None
+    answer = GrammarChecker._answer
+
+    def ended(self: GrammarChecker, of: subprocess.Popen[str]) -> str:
+        if of is process:
+            process.send_signal(number)
+            process.send_signal(signal.SIGCONT)
+        return answer(self, of)
+
+    monkeypatch.setattr(GrammarChecker, "_answer", ended)
+    process.send_signal(signal.SIGSTOP)  # so that it does not answer before
+    is_abort = number == signal.SIGABRT
+    with pytest.raises(
+        ValueError if is_abort else PreparationUnavailable, match="too much memory" if is_abort else "try again later"
+    ):
+        compiler.compile(from_regex("b"))
+    assert compiler.compile(from_regex("b")).compute_bitmask()
+
+
+def test_memory_limit_is_not_remembered(model: ModelView) -> None:
+    """The limit is reached earlier by a process that other grammars have filled."""
+    compiler = GrammarCompiler(model)
+    compiler.compile(from_regex("a"))
+    process = compiler._checkers[0]._process
+    assert process is not None
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    used = 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmData"))
+    resource.prlimit(process.pid, resource.RLIMIT_DATA, (used + (1 << 20),) * 2)
+    large = from_json_schema({"enum": [f"value {i * 7919}" for i in range(9_000)]})
+    with pytest.raises(ValueError, match="it takes too much memory: make it simpler"):
+        compiler.compile(large)
+    assert compiler.compile(large).compute_bitmask()
+
+
+def test_checker_process_dies_before_the_server_when_memory_is_short(model: ModelView) -> None:
+    checker = GrammarChecker(tokenizer_arguments(model))
+    checker.check(from_regex("a"))
+    assert checker._process is not None
+    assert Path(f"/proc/{checker._process.pid}/oom_score_adj").read_text() == "1000\n"
+    checker.close()
+
+
+@pytest.mark.parametrize("name", ["make_matcher", "Thread"])
+def test_checker_process_that_fails_ends(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does not leave the server without an answer: no memory, or no thread, is left for it."""
+
+    def fails(*_: object, **__: object) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr(check if name == "make_matcher" else threading, name, fails)
+    with pytest.raises(MemoryError):
+        check.check(None, "", at_low_priority=False)  # type: ignore[arg-type]  # not used
+
+
+def test_checker_without_a_thread_for_its_timer(model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The grammar is checked all the same, and the process ends once a timer can be started again."""
+    checker = GrammarChecker(tokenizer_arguments(model), idle_timeout=0.05)
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        checker.check(from_regex("a"))
+        with pytest.raises(ValueError, match="unclosed group"):
+            checker.check(from_regex("(a"))
+    assert checker._process is not None
+    checker.check(from_regex("b"))
+    _, timer = process_and_timer(checker)
+    timer.join(60)
+    assert checker._process is None
+
+
+def test_tenants_share_no_grammar(model: ModelView, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that another one has sent takes as long as a new one, whether it was compiled or refused."""
+    checked: list[str] = []
+    original = GrammarChecker.check
+
+    def counted(self: GrammarChecker, grammar: str, **options: bool) -> None:
+        checked.append(grammar)
+        original(self, grammar, **options)
+
+    monkeypatch.setattr(GrammarChecker, "check", counted)
+    compiler = GrammarCompiler(model)
+    for tenant in "aabb":
+        with on_behalf_of(tenant):
+            compiler.compile(from_regex("secret"))
+            with pytest.raises(ValueError, match="unclosed group"):
+                compiler.compile(from_regex("(secret"))
+    assert len(checked) == 4
+
+
+def test_tenant_evicts_its_own_grammars_first(model: ModelView) -> None:
+    compiler = GrammarCompiler(model, max_grammars=4)
+    with on_behalf_of("quiet"):
+        own = compiler.compile(from_regex("one"))
+    with on_behalf_of("busy"):
+        for number in range(12):
+            compiler.compile(from_regex(f"x{number}"))
+    with on_behalf_of("quiet"):
+        assert compiler.compile(from_regex("one")) is own

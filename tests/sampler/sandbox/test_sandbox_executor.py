@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import random
@@ -10,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import ANY
@@ -922,3 +924,40 @@ def test_unloaded_sandbox_is_not_reported_as_dead(
     executor.unload(processor)
     assert executor.stats().ended == {"unloaded": 1}
     assert not caplog.records
+
+
+@pytest.mark.parametrize("failing", range(3))
+def test_executor_without_its_threads_leaves_nothing(
+    failing: int, zygote: ZygoteProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of its three threads cannot be started."""
+    real, starts, closed = threading.Thread.start, itertools.count(), threading.Event()
+
+    def start(thread: threading.Thread) -> None:
+        if next(starts) == failing:
+            raise RuntimeError("can't start new thread")
+        real(thread)
+
+    before, descriptors = set(threading.enumerate()), set(os.listdir("/proc/self/fd"))
+    with monkeypatch.context() as patch:
+        patch.setattr(zygote, "close", closed.set)
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            SandboxExecutor(zygote, LIMITS, MAX_ROWS, VOCAB, num_spares=1)
+    assert closed.is_set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(LONG)
+        assert not thread.is_alive()
+    assert set(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_load_that_is_killed_is_not_the_fault_of_the_processor(executor: SandboxExecutor) -> None:
+    """The kernel kills sandboxes first when memory is short."""
+    string = SourceProcessor(HANGS_IN_INIT.format(body="time.sleep(1000)"), "P")
+    with ThreadPoolExecutor() as pool:
+        loading = pool.submit(executor.load, string)
+        while not (running := list(executor._sandboxes)):
+            assert not loading.done()
+        os.kill(running[0]._pid, signal.SIGKILL)
+        with pytest.raises(ExecutorUnavailable, match="was killed, as the system does when memory is short"):
+            loading.result(LONG)

@@ -324,3 +324,9 @@ def test_sequences_end_where_a_search_of_the_whole_text_says(grow: Grown, tokeni
 
 def test_patterns_of_a_request_are_compiled_once() -> None:
     assert compile_stop_regex(("a+",)) is compile_stop_regex(("a+",))
+
+
+def test_tenants_share_no_compiled_patterns() -> None:
+    own = compile_stop_regex(("secret+",), "a")
+    assert compile_stop_regex(("secret+",), "a") is own
+    assert compile_stop_regex(("secret+",), "b") is not own
