@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.processor_groups import ProcessorUse
@@ -41,7 +42,7 @@ class ActiveRequest:
         processors: the processors that were loaded for it.
         sequences: empty until they are queued.
         body: counts the bytes of the body that it came from, until it starts.
-        cancelled: the client has cancelled it, possibly before its sequences were made.
+        aborted: the ids by which the client has aborted it or its continuations, possibly before these were made.
         undelivered: chunks of the current step. Engine thread only.
     """
 
@@ -52,7 +53,7 @@ class ActiveRequest:
     processors: list[LoadedProcessor] = field(default_factory=list)
     sequences: list[Sequence] = field(default_factory=list)
     body: QueuedBody | None = None
-    cancelled: bool = False
+    aborted: set[str] = field(default_factory=set)
     undelivered: list[GenerationChunk] = field(default_factory=list)
 
     def release_body(self) -> None:
@@ -151,12 +152,13 @@ class ActiveRequests:
         with self._lock:
             del self._active[_key(active)]
 
-    def cancel(self, rid: str | None, tenant: str) -> None:
-        """Mark a tenant's requests as cancelled, by request or batch id; None: all of them."""
+    def abort(self, rid: str | None, tenant: str) -> None:
+        """Mark a tenant's requests and continuations as aborted, by an id that aborts them; None: all of them."""
         with self._lock:
             for active in self._active.values():
-                if active.request.tenant == tenant:
-                    active.cancelled |= rid is None or rid in (active.request.rid, active.request.batch_rid)
+                request = active.request
+                if request.tenant == tenant and (rid is None or rid in _all_names(request)):
+                    active.aborted.add(request.rid if rid is None else rid)
 
     def sink(self, active: ActiveRequest) -> Callable[[GenerationChunk], None]:
         """Return the function that takes the request's chunks until the next `deliver`."""
@@ -286,6 +288,10 @@ def continuation_seed(seed: int, index: int) -> int:
         index: which continuation.
     """
     return (seed + index * _SEED_STEP) % _SEEDS
+
+
+def _all_names(request: GenerationRequest) -> Iterator[str]:
+    return chain.from_iterable(_names(request, index) for index in range(request.num_started))
 
 
 def _names(request: GenerationRequest, index: int) -> frozenset[str]:

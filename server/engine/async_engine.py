@@ -165,8 +165,10 @@ class AsyncEngine:
         active.sequences += await self._make_sequences(active, uses)
         active.meter.admitted()
         self._thread.post(lambda: self._engine.add(active.sequences))
-        if active.cancelled:
-            self._cancel(active)
+        if active.aborted:
+            self._abort_where(
+                lambda sequence: sequence.lead in active.sequences and not active.aborted.isdisjoint(sequence.names)
+            )
         return stream
 
     def _check_share(self, request: GenerationRequest) -> None:
@@ -207,7 +209,7 @@ class AsyncEngine:
         Their streams end with an `abort` chunk. The whole id must match: SGLang also aborts ids that begin with it,
         which may be another client's.
         """
-        self._active.cancel(rid, tenant)
+        self._active.abort(rid, tenant)
         self._abort_where(lambda sequence: sequence.tenant == tenant and (rid is None or rid in sequence.names))
 
     def _cancel(self, active: ActiveRequest | None) -> None:

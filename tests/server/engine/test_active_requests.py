@@ -126,10 +126,10 @@ async def test_cancel_by_request_and_batch_id(requests: ActiveRequests) -> None:
     one, batched, other = active("a"), active("b", batch_rid="batch"), active("a", tenant="other")
     for request in (one, batched, other):
         requests.reserve(request)
-    requests.cancel("batch", tenant="")
-    assert [each.cancelled for each in (one, batched, other)] == [False, True, False]
-    requests.cancel(None, tenant="")
-    assert [each.cancelled for each in (one, batched, other)] == [True, True, False]
+    requests.abort("batch", tenant="")
+    assert [each.aborted for each in (one, batched, other)] == [set(), {"batch"}, set()]
+    requests.abort(None, tenant="")
+    assert [bool(each.aborted) for each in (one, batched, other)] == [True, True, False]
 
 
 async def test_close_refuses_new_requests(requests: ActiveRequests) -> None:

@@ -667,3 +667,21 @@ def test_request_that_is_over_is_freed_without_the_garbage_collector(make_engine
         assert [reference() for reference in freed] == [None, None]
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("rid", ["r_0", "r_2", "r"])
+async def test_abort_of_continuations_while_their_processor_loads(
+    rid: str, make_engine: BuildEngine, tmp_path: Path
+) -> None:
+    engine = make_engine()
+    go = tmp_path / "go"
+    slow = f"import pathlib, time\nwhile not pathlib.Path({str(go)!r}).exists(): time.sleep(0.002)\n{BOOST.source}"
+    wanted = request("r", n=3, max_tokens=60, processors=[(SourceProcessor(slow, "Boost"), {"token_id": 9})])
+    loading = asyncio.create_task(generate_all(engine, wanted))
+    await asyncio.sleep(0)  # admitted now; its processor waits for the file
+    engine.abort(rid)
+    engine.abort("r_3")  # there is none
+    go.touch()
+    aborted = {0, 1, 2} if rid == "r" else {int(rid[-1])}
+    reasons = [output.finish_reason.kind for output in await loading]
+    assert reasons == ["abort" if index in aborted else "length" for index in range(3)]
