@@ -17,6 +17,7 @@ from logitship.client.serialization.processor_string import PickledProcessor, So
 from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor, failed_before
 from logitship.sampler.processors.processor_cache import Key, ProcessorCache, ProcessorCacheFull
 from logitship.sampler.round_robin_queue import RoundRobinQueue, TenantQueueFull
+from logitship.server.refusals import RequestRefused
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ FAILURE_TTL = 10.0
 """Seconds in which a processor that could not be loaded is refused without another attempt."""
 
 _MAX_FAILURES = 1024
-_EXPECTED = (ProcessorLoadError, ProcessorCacheFull, ExecutorUnavailable)
+_EXPECTED = (ProcessorLoadError, ProcessorCacheFull, ExecutorUnavailable, RequestRefused)
 _Outcome: TypeAlias = LoadedProcessor | BaseException
 Runnable: TypeAlias = PickledProcessor | SourceProcessor
 
@@ -231,7 +232,7 @@ class LoadQueue:
             waiter.future.set_result(outcome)
         else:
             # Each waiter raises an error of its own: raising adds to its traceback.
-            waiter.future.set_exception(type(outcome)(*outcome.args) if isinstance(outcome, _EXPECTED) else outcome)
+            waiter.future.set_exception(_copy(outcome) if isinstance(outcome, _EXPECTED) else outcome)
 
     def _release(self, outcome: _Outcome) -> None:
         if isinstance(outcome, LoadedProcessor):
@@ -260,3 +261,10 @@ class LoadQueue:
                 self._start_loads()
         else:
             self._waiting.remove(tenant, load)
+
+
+def _copy(error: BaseException) -> BaseException:
+    """Return the same exception without its traceback."""
+    copied = type(error).__new__(type(error), *error.args)
+    vars(copied).update(vars(error))
+    return copied

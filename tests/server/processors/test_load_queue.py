@@ -17,6 +17,7 @@ from logitship.client.serialization.processor_string import ProcessorString, Sou
 from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
 from logitship.server.processors.load_queue import FAILURE_TTL, LoadQueue, LoadQueueFull, LoadStats
+from logitship.server.refusals import RateLimited
 from tests.helpers.clock import Clock
 from tests.helpers.coroutines import run
 
@@ -366,3 +367,19 @@ def test_error_keeps_no_frame_alive() -> None:
         assert alive() is None
     finally:
         gc.enable()
+
+
+async def test_refusal_is_no_error_of_the_server(caplog: pytest.LogCaptureFixture) -> None:
+    """Each of those who wait gets its own, whole: the status and the headers of the response come from it."""
+    scene = Scene()
+    async with no_leftovers(scene):
+        waiting = [scene.acquire("A") for _ in range(3)]
+        await scene.executor.until_began(("a", "A"))
+        scene.executor.end("a", "A", RateLimited("too often", what="processor_loads", retry_after=7))
+        errors = await asyncio.gather(*waiting, return_exceptions=True)
+        assert len({id(each) for each in errors}) == 3
+        for error in errors:
+            assert isinstance(error, RateLimited)
+            refusal = (str(error), error.message, error.what, error.retry_after)
+            assert refusal == ("too often", "too often", "processor_loads", 7)
+    assert not caplog.records
