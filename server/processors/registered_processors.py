@@ -6,11 +6,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from logitship.client.errors import ProcessorLoadError
 
 from .processor_names import Versions
-from .registration import Registration, Upload
+from .registration import Registration, Upload, shared_string
 from .tenant_registrations import TenantRegistrations
 
 _UNUSED_NAMES = 1024
@@ -87,16 +88,20 @@ class RegisteredProcessors:
     def use_digest(self, digest: str, tenant: str = "") -> Registration:
         """Return a registration with this digest: the tenant's own, else another tenant's. Counts as a use.
 
-        Any tenant that has the digest may use the processor.
+        Any tenant that has the digest may use the processor. Another tenant's has a `shared_string`.
 
         Raises:
             NotRegistered: there is none, or not any more.
         """
         with self._lock:
-            for owner in self._own_first(tenant):
-                if found := owner.get(digest):
-                    owner.use(found[-1])
-                    return found[-1]
+            found = [(owner, each) for owner in self._own_first(tenant) for each in reversed(owner.get(digest))]
+            if found:
+                owner, registration = found[0]
+                owner.use(registration)
+                if owner is self._tenants[tenant]:
+                    return registration
+                string = shared_string([each.upload.string for _, each in found])
+                return replace(registration, upload=replace(registration.upload, string=string))
         raise NotRegistered(
             f"no processor {digest} is registered: it never was, or it was deleted, or evicted to make space for "
             "others. Register it again, or send the whole processor string"

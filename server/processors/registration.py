@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from logitship.client.errors import ProcessorLoadError
+from logitship.client.serialization.artifact import Artifact
 from logitship.client.serialization.processor_string import (
     InstalledProcessor,
     PickledProcessor,
     ProcessorString,
     SourceProcessor,
 )
+
+_DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
+"""The name of an artifact in a pickle."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,31 @@ class Registration:
     def id(self) -> str:
         """`name@version`."""
         return f"{self.upload.name}@{self.version}"
+
+
+def shared_string(strings: Sequence[ProcessorString]) -> ProcessorString:
+    """Return the string of a digest for tenants that did not register it.
+
+    It has what the digest identifies, the code, and no more: the lines for tracebacks, for example, could be anything.
+    The list of artifacts is not part of the digest either, but the code names those that it reads.
+
+    Args:
+        strings: all registered strings of the digest.
+    """
+    first = strings[0]
+    if not isinstance(first, PickledProcessor | SourceProcessor):
+        return first
+    listed: dict[str, Artifact] = {}
+    for string in strings:
+        for each in string.artifacts if isinstance(string, PickledProcessor | SourceProcessor) else ():
+            if each.content is not None or each.digest not in listed:
+                listed[each.digest] = each
+    code = first.payload if isinstance(first, PickledProcessor) else first.captured
+    named = dict.fromkeys(each.decode() for each in _DIGEST.findall(code)) if listed else ()
+    artifacts = tuple(listed[digest] for digest in named if digest in listed)
+    if isinstance(first, PickledProcessor):
+        return PickledProcessor(first.payload, artifacts=artifacts)
+    return SourceProcessor(first.source, first.class_name, first.captured, artifacts=artifacts)
 
 
 def _string_size(string: ProcessorString) -> int:

@@ -10,20 +10,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from logitship import CustomLogitProcessor
 from logitship.builtin_processors import DisallowedTokensLogitsProcessor
 from logitship.client.records import Receipt
+from logitship.client.serialization.artifact import Artifact
+from logitship.client.serialization.loading import load_class
 from logitship.client.serialization.processor_string import (
     PYTHON,
     InstalledProcessor,
+    LineRange,
+    Listing,
     PickledProcessor,
     ProcessorString,
     RegisteredProcessor,
     SourceProcessor,
     parse,
 )
+from logitship.client.serialization.serialize import serialize
 from logitship.server.engine.async_engine import AsyncEngine
+from logitship.server.processors.registered_processors import RegisteredProcessors
+from logitship.server.processors.registration import Upload
 from logitship.server.refusals import BadRequest, Forbidden, NotFound, ServiceUnavailable
 from logitship.server.requests.messages import GenerationChunk, GenerationRequest, GenerationStream, ProcessorRequest
 from tests.helpers.engine_requests import BuildEngine, Output, generate
@@ -308,3 +316,72 @@ async def test_full_registry_is_service_unavailable(make_engine: BuildEngine) ->
     await engine.register(BOOST, "one")
     with pytest.raises(ServiceUnavailable, match="used by other API keys"):
         await engine.register(BOOST, "two")
+
+
+# --- the string of a digest for other tenants ---
+
+NEEDED, CONSTANT, OTHER = (Artifact.of(data) for data in (b"needed", b"constant", b"other"))
+PICKLE = b"a pickle that reads " + NEEDED.digest.encode() + b" and has the text " + CONSTANT.digest.encode()
+HONEST = PickledProcessor(
+    PICKLE,
+    python=PYTHON,
+    name="Honest",
+    listing=Listing("class Honest:\n", (LineRange("honest.py", 1, 1, 1),)),
+    artifacts=(Artifact(NEEDED.digest),),
+)
+
+
+def uploaded(string: PickledProcessor | SourceProcessor, name: str = "P") -> Upload:
+    return Upload(name, string.digest, string)
+
+
+@pytest.mark.parametrize("order", [("honest", "false"), ("false", "honest")])
+@pytest.mark.parametrize("artifacts", [(), (OTHER,), (Artifact(NEEDED.digest), OTHER)])
+def test_other_tenants_string_is_its_code_alone(order: tuple[str, str], artifacts: tuple[Artifact, ...]) -> None:
+    """Somebody else who has the digest registers it with false lines, and with artifacts that he deletes."""
+    false = replace(
+        HONEST,
+        python="3.1",
+        source=BOOST,
+        params_schema={"required": ["x"]},
+        name="False",
+        listing=Listing("os.system('rm')\n", (LineRange("honest.py", 1, 1, 1),)),
+        artifacts=artifacts,
+    )
+    registered = RegisteredProcessors(max_entries=9, max_bytes=10_000)
+    for tenant in order:
+        registered.add(uploaded(HONEST if tenant == "honest" else false, tenant), tenant)
+    seen = registered.use_digest(HONEST.digest, "third").upload.string
+    assert seen == PickledProcessor(PICKLE, artifacts=(Artifact(NEEDED.digest),))
+    assert seen.digest == HONEST.digest
+    assert registered.use_digest(HONEST.digest, "honest").upload.string is HONEST
+    assert registered.use_digest(HONEST.digest, "false").upload.string is false
+
+
+def test_other_tenants_source_has_its_shared_bytes() -> None:
+    source = SourceProcessor("class P: ...", "P", PICKLE, python=PYTHON, artifacts=(NEEDED, OTHER))
+    registered = RegisteredProcessors(max_entries=9, max_bytes=10_000)
+    registered.add(uploaded(replace(source, artifacts=(Artifact(NEEDED.digest),))), "one")
+    registered.add(uploaded(source), "two")
+    seen = registered.use_digest(source.digest, "three").upload.string
+    assert isinstance(seen, SourceProcessor)
+    assert seen == replace(source, python=None, artifacts=(NEEDED,))
+    assert seen.artifacts[0].content is NEEDED.content
+
+
+def test_artifacts_of_a_real_class_are_found_in_its_pickle() -> None:
+    table = torch.arange(100_000)
+
+    class Reads(CustomLogitProcessor):
+        def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+            return logits + table[0]
+
+    string = serialize(Reads, artifact_size=1000)
+    assert string.artifacts
+    registered = RegisteredProcessors(max_entries=9, max_bytes=10_000_000)
+    registered.add(uploaded(string), "one")
+    seen = registered.use_digest(string.digest, "two").upload.string
+    assert isinstance(seen, PickledProcessor)
+    assert seen.artifacts == string.artifacts
+    assert seen.listing is None
+    assert load_class(seen).__name__ == "Reads"
