@@ -211,8 +211,12 @@ class Sandbox:
     @property
     def is_running(self) -> bool:
         """False once the process has ended or was killed. Never blocks."""
-        with self._lock:  # `close` closes the pidfd
-            return self._death is None and not _is_readable(self._process.pidfd)
+        with self._lock:
+            return self._runs()
+
+    def _runs(self) -> bool:
+        """As `is_running`. The caller holds the lock, because `close` closes the pidfd."""
+        return self._death is None and not _is_readable(self._process.pidfd)
 
     @property
     def in_call(self) -> bool:
@@ -310,10 +314,11 @@ class Sandbox:
 
     def lower_priority_of_call(self) -> None:
         """Continue the call in flight at the lowest priority."""
-        if self._call is not None and not self._has_low_priority:
-            self._has_low_priority = True
-            if self.is_running:
-                lower_priority(self._pid, DEFERRED_NICE)
+        with self._lock:  # another thread may be receiving the answer
+            if self._call is not None and not self._has_low_priority:
+                self._has_low_priority = True
+                if self._runs():
+                    lower_priority(self._pid, DEFERRED_NICE)
 
     def advance(self) -> tuple[Answer, bytes] | None:
         """Send and receive without blocking.
@@ -407,11 +412,12 @@ class Sandbox:
         self._printed = (self._printed + call.exchange.printed)[-MAX_PRINTED:]
         self._seconds_in_calls += time.perf_counter() - call.deadline.began
         self.last_deadline = call.deadline
-        self._call = None
-        if self._has_low_priority:
-            self._has_low_priority = False
-            if self.is_running:
-                restore_priority(self._pid)
+        with self._lock:
+            self._call = None
+            if self._has_low_priority:
+                self._has_low_priority = False
+                if self._runs():
+                    restore_priority(self._pid)
 
     def _check_alive(self) -> None:
         if self._death is not None:

@@ -563,3 +563,29 @@ def test_cpu_time_in_calls_does_not_count() -> None:
         poll = select.poll()
         poll.poll(200)  # the process computes meanwhile
         assert used() - before < 0.05
+
+
+def test_priority_is_not_lowered_for_the_next_call(pair: tuple[Sandbox, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread receives the answer at the moment at which the priority is lowered."""
+    sandbox, peer = pair
+    sandbox.begin(Command.PROMISE, b"", LONG)
+    _, number, _ = peer.read_message()
+    peer.connection.sendall(pack(Answer.DONE, number, b""))
+    real = sandbox_module.lower_priority
+    receiver = threading.Thread(target=sandbox.finish)
+
+    def lower(pid: int, nice: int) -> None:
+        receiver.start()
+        receiver.join(0.2)
+        real(pid, nice)
+
+    normal = os.getpriority(os.PRIO_PROCESS, peer.process.pid)
+    monkeypatch.setattr(sandbox_module, "lower_priority", lower)
+    sandbox.lower_priority_of_call()
+    receiver.join(LONG)
+    assert not sandbox.in_call
+    assert os.getpriority(os.PRIO_PROCESS, peer.process.pid) == normal
+    monkeypatch.setattr(sandbox_module, "lower_priority", real)
+    sandbox.begin(Command.STEP, b"", LONG)
+    sandbox.lower_priority_of_call()
+    assert os.getpriority(os.PRIO_PROCESS, peer.process.pid) > normal
