@@ -111,7 +111,7 @@ def sample(sample: Function, runner: Any, logits_output: Any, forward_batch: Any
         return sample(runner, logits_output, forward_batch)
     with _steps.sampling(ForwardStep(forward_batch)):
         token_ids = sample(runner, logits_output, forward_batch)
-    _steps.sampled(token_ids)
+    _steps.sampled(token_ids, logits_output)
     return token_ids
 
 

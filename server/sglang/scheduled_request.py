@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +14,26 @@ from logitship.sampler.processors.processor_groups import ProcessorUse, fork_use
 from logitship.sampler.sampling_params import SamplingParams
 
 _ATTRIBUTE = "_logitship_request"
+
+
+@dataclass(frozen=True, eq=False)
+class SampledRow:
+    """Sampled token of a row of a step, as SGLang reports it.
+
+    Attributes:
+        row: the row.
+        token_ids: the tokens of all rows.
+        logprobs: fields of SGLang's `LogitsProcessorOutput` with an item for each row, by name; those that it has.
+    """
+
+    row: int
+    token_ids: torch.Tensor
+    logprobs: Mapping[str, Any]
+
+    @property
+    def token(self) -> int:
+        """The token of the row."""
+        return int(self.token_ids[self.row])
 
 
 @dataclass(eq=False)
@@ -29,7 +49,7 @@ class ScheduledRequest:
         output_token_ids: its output tokens, all of them known. Always the same list, but for accepted draft tokens.
         fault: the reason to end it; None while it runs.
         called_at: number of output tokens at its processors' last call.
-        sampled: the tokens that SGLang sampled in the step of that call, and its row there.
+        sampled: what SGLang sampled in the step of that call.
     """
 
     request: weakref.ReferenceType[Any]
@@ -40,7 +60,7 @@ class ScheduledRequest:
     output_token_ids: list[int] = field(default_factory=list)
     fault: ProcessorFault | None = None
     called_at: int = -1
-    sampled: tuple[torch.Tensor, int] | None = None
+    sampled: SampledRow | None = None
 
     @property
     def is_finished(self) -> bool:

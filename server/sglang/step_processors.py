@@ -39,13 +39,21 @@ from .forward_step import ForwardStep
 from .generate_fields import BEAM_SEARCH, admitted_string, read_fields, sampling_params_of
 from .refusal import logger
 from .sampling_ranks import EndedRows, SamplingRanks
-from .scheduled_request import ScheduledRequest, has_ended
+from .scheduled_request import SampledRow, ScheduledRequest, has_ended
 from .sglang_settings import SglangSettings
 
 _NOT_SAMPLED = "SGLang did not sample the token that its processors were called for"
 _NOT_CALLED = "SGLang accepted a draft token behind which no processor was called"
 _NO_DRAFTS = "its processors cannot run in this step, in which SGLang verifies drafts"
 _NOT_LOADED = "its class was not loaded: those of other requests took too long in the same step; try again"
+_LOGPROBS = (
+    "next_token_logprobs",
+    "next_token_top_logprobs_val",
+    "next_token_top_logprobs_idx",
+    "next_token_token_ids_logprobs_val",
+    "next_token_token_ids_logprobs_idx",
+)
+"""Fields of SGLang's `LogitsProcessorOutput`."""
 INTERNAL_ERROR = "the server had an internal error; its log has the details"
 
 MAX_LOADING = 30.0
@@ -79,6 +87,7 @@ class StepProcessors:
         self._running: dict[int, ScheduledRequest] = {}
         self._planned: dict[int, tuple[ScheduledRequest, int]] = {}
         self._called: dict[int, ScheduledRequest] = {}
+        self._repeated: dict[int, ScheduledRequest] = {}
         self._edited: list[int] = []
         self._behind_drafts: dict[int, ScheduledRequest | None] = {}
         self._step: ForwardStep | None = None
@@ -110,7 +119,7 @@ class StepProcessors:
         """Let `apply` know the step that it belongs to."""
         if not self._shipped.begun_rows:
             self.drop_finished()
-        self._step, self._called = step, {}
+        self._step, self._called, self._repeated = step, {}, {}
         try:
             yield
         finally:
@@ -122,10 +131,22 @@ class StepProcessors:
             with self._or_fail(self._requests):
                 self._drop_finished()
 
-    def sampled(self, token_ids: torch.Tensor) -> None:
-        """Take the tokens that SGLang sampled in this step."""
+    def sampled(self, token_ids: torch.Tensor, output: Any) -> None:
+        """Take the tokens that SGLang sampled in this step, and correct the log-probabilities of repeated ones.
+
+        Args:
+            token_ids: the tokens, by row.
+            output: SGLang's `LogitsProcessorOutput`.
+        """
+        logprobs = {name: found for name in _LOGPROBS if (found := getattr(output, name, None)) is not None}
+        with self._or_fail(self._repeated.values()):
+            for row, request in self._repeated.items():
+                assert request.sampled is not None
+                for name, values in request.sampled.logprobs.items():
+                    if name in logprobs:
+                        logprobs[name][row] = values[request.sampled.row]
         for row, request in self._called.items():
-            request.sampled = token_ids, row
+            request.sampled = SampledRow(row, token_ids, logprobs)
 
     def apply(self, logits: torch.Tensor, rows: dict[int, ScheduledRequest], tokens_per_row: int) -> None:
         """Run the processors, in place.
@@ -279,7 +300,8 @@ class StepProcessors:
         sampled = self._sampled_rows(rows, step)
         self._edited = list(sampled)
         running = self._to_call(sampled)
-        self._repeat(logits, {row: request for row, request in sampled.items() if row not in running})
+        self._repeated = {row: request for row, request in sampled.items() if row not in running}
+        self._repeat(logits)
         # Fewer may run than were planned: with a grammar in the batch and overlap scheduling, SGLang processes the step
         # before this one, which may end requests, between `begin` and `apply`.
         if self._planned and not _with_lengths(running).items() <= self._planned.items():
@@ -341,12 +363,11 @@ class StepProcessors:
         self._shipped.abandon()
         self._planned = {}
 
-    def _repeat(self, logits: torch.Tensor, repeated: dict[int, ScheduledRequest]) -> None:
+    def _repeat(self, logits: torch.Tensor) -> None:
         """Let SGLang sample the same tokens again, which it had sampled and dropped when it retracted the requests."""
-        for row, request in repeated.items():
+        for row, request in self._repeated.items():
             assert request.sampled is not None
-            token_ids, place = request.sampled
-            token = int(token_ids[place])
+            token = request.sampled.token
             logits[row] = -torch.inf
             logits[row, token] = 0.0
 

@@ -47,7 +47,8 @@ COUNTDOWN = shipped_by_row(
 CHECKS_HISTORY = shipped_by_row(
     "ChecksHistory",
     """
-    # The n-th call forces token first + n, and fails unless its history is the tokens it forced so far.
+    # The n-th call forces token first + n, and fails unless its history is the tokens it forced so far. The logits of
+    # the other tokens become `others` - n.
     calls = req.state.setdefault("calls", 0)
     req.state["calls"] = calls + 1
     expected = [params["first"] + call for call in range(calls)]
@@ -55,7 +56,7 @@ CHECKS_HISTORY = shipped_by_row(
         raise AssertionError(f"call {calls} saw {req.output_ids}")
     if calls == params.get("fails_at"):
         raise RuntimeError("requested")
-    row[:] = -torch.inf
+    row[:] = params.get("others", -torch.inf) - calls
     row[params["first"] + calls] = 0.0
     """,
 )

@@ -42,6 +42,8 @@ class FakeReq:
     """Tokens that the model has read."""
     in_flight: int = 0
     """Steps whose tokens the scheduler has not processed."""
+    logprobs: list[tuple[float, list[float], list[int]]] = field(default_factory=list)
+    """For each output token, its log-probability, and the two highest with their tokens."""
 
     def finished(self) -> bool:
         return self.finished_reason is not None
@@ -75,6 +77,7 @@ class FakeSampled:
     reqs: list[FakeReq]
     complete: list[bool]
     tokens: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    output: Any = None
 
 
 class FakeScheduler:
@@ -170,19 +173,36 @@ class FakeScheduler:
             with self._processors.sampling(step):
                 self._processors.apply(logits, rows, 1)
         result.tokens = logits.argmax(-1)
+        logprobs = logits.log_softmax(-1)
+        values, indices = logprobs.topk(2)
+        result.output = SimpleNamespace(
+            next_token_logprobs=logprobs[torch.arange(len(logits)), result.tokens],
+            next_token_top_logprobs_val=list(values),
+            next_token_top_logprobs_idx=list(indices),
+            next_token_token_ids_logprobs_val=None,
+        )
         if rows:
-            self._processors.sampled(result.tokens)
+            self._processors.sampled(result.tokens, result.output)
         for req, is_complete, token in zip(result.reqs, result.complete, result.tokens.tolist(), strict=True):
             if is_complete:
                 req.in_flight += 1
                 self._last_tokens[req] = token
 
     def _process(self, result: FakeSampled) -> None:
-        for req, token, complete in zip(result.reqs, result.tokens.tolist(), result.complete, strict=True):
+        output = result.output
+        logprobs = zip(
+            output.next_token_logprobs.tolist(),
+            [values.tolist() for values in output.next_token_top_logprobs_val],
+            [indices.tolist() for indices in output.next_token_top_logprobs_idx],
+            strict=True,
+        )
+        rows = zip(result.reqs, result.tokens.tolist(), logprobs, result.complete, strict=True)
+        for req, token, row_logprobs, complete in rows:
             if not complete or req.finished() or req.is_retracted:
                 continue
             req.in_flight -= 1
             req.accept(token)
+            req.logprobs.append(row_logprobs)
 
 
 def _noop() -> None:

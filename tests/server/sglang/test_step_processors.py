@@ -221,3 +221,21 @@ def test_error_of_the_plugin_ends_the_requests(
         steps.apply(torch.zeros(1, VOCAB_SIZE), {0: scheduled(req)}, 1)
     assert req.to_finish.message == "ProcessorFault: the server had an internal error; its log has the details"
     assert "logitship failed in a step" in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_repeated_token_has_its_first_log_probabilities(seed: int, steps: StepProcessors, make_req: MakeReq) -> None:
+    """A dropped token is forced when it is sampled again. SGLang reports those of its call."""
+    requests = [make_req(str(number), tokens=12, others=-2.0) for number in range(12)]
+    scheduler = FakeScheduler(seed, steps, overlap=True)
+    scheduler.run(*requests)
+    assert scheduler.num_dropped
+    logits = torch.stack([torch.full((VOCAB_SIZE,), -2.0 - call) for call in range(12)])
+    logits[range(12), range(2, 14)] = 0.0
+    logprobs = logits.log_softmax(-1)
+    highest = logprobs.topk(2)
+    for req in requests:
+        assert [own for own, _, _ in req.logprobs] == pytest.approx(logprobs.amax(-1).tolist())
+        assert [values for _, values, _ in req.logprobs] == [pytest.approx(each) for each in highest.values.tolist()]
+        assert [indices[0] for _, _, indices in req.logprobs] == list(range(2, 14))
+        assert all(indices[1] != indices[0] for _, _, indices in req.logprobs)
