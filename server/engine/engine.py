@@ -213,7 +213,9 @@ class Engine:
             ]
             if not rows:
                 return plan
-            budget = self._shares.num_forced_tokens(self._scheduler.chunked_prefill_size, plan.prompt_cost)
+            num_positions = positions(chunk.sequence for chunk in plan.decode)
+            most = self._scheduler.chunked_prefill_size
+            budget = self._shares.num_forced_tokens(most, plan.prompt_cost, num_positions)
             runs = self._forced.find(members, rows, budget)
             return plan.with_forced(runs) if runs else plan
 

@@ -21,11 +21,14 @@ from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 from .beam_group import Beam, BeamGroup
-from .forward_pass import MIN_PROMPT_COST, Plan, ScheduledChunk
+from .forward_pass import MIN_PROMPT_COST, Plan, ScheduledChunk, positions
 from .tenant_shares import TenantShares
 
-COPIED_POSITIONS = 512
-"""Positions whose keys and values a step copies while several tenants run, before it leaves others to the next one."""
+COPIED_POSITIONS = 4096
+"""Positions whose keys and values a step copies while sequences decode, before it leaves others to the next one."""
+
+SHARED_COPIED_POSITIONS = 512
+"""The same while several tenants run, whether or not sequences decode."""
 
 
 class FairQueue:
@@ -117,8 +120,10 @@ class Scheduler:
     * The prompt of a request is computed once for all its continuations, see the module docstring.
     * A prefix of an earlier sequence of the tenant is not computed again while it is in `prefixes`.
     * A step computes at most `chunked_prefill_size` prompt tokens, where a prompt of fewer than eight counts as eight.
-      That bounds the delay that prompts cause to running sequences. While several tenants run, it also begins no copy
-      of a prompt after `COPIED_POSITIONS`. A tenant that this leaves out is first in one of the next steps.
+      Beside decoding sequences, also of the same tenant, it computes no more than `shares` allows, and begins no copy
+      of a prompt after `COPIED_POSITIONS`. That bounds the delay that prompts cause to them.
+    * The oldest prompt of a tenant goes on in every step in which the tenant has its turn. A tenant that copies leave
+      out is first in one of the next steps.
 
     Args:
         cache: where the slots are.
@@ -127,7 +132,7 @@ class Scheduler:
         speculation: drafts tokens; None: no speculative decoding.
         on_start: called with each sequence that got its slot.
         select: returns the running sequences that take part in the next step; called once a step.
-        shares: limits the prompt tokens of a step while several tenants run; None: nothing else limits them.
+        shares: limits the prompt tokens of a step in which sequences decode, or while several tenants run.
         reserved_slots: slots that only tenants with at most as many slots get.
         most_forced: most forced tokens of a sequence in a step.
     """
@@ -157,6 +162,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._num_copied = 0
         """Positions that were copied since the last step was planned."""
+        self._is_decoding = False
+        """True if sequences had their whole prompt when the last step was planned: copies delay their next tokens."""
         self._left_out: set[str] = set()
         """Tenants whose prompts were postponed because the copy limit of a step was used up. They go first in the next
         step."""
@@ -177,6 +184,7 @@ class Scheduler:
         self._num_copied = 0
         if self.waiting:
             self._start_waiting()
+        self._is_decoding = not all(sequence.prefilling for sequence in self.running)
         self._share_prompts()
         self._keep_prompts()
         selected = self._select(self.running)
@@ -185,7 +193,7 @@ class Scheduler:
         drafting = [sequence for sequence in decoding if not isinstance(sequence, Beam)]
         drafts = self._speculation.drafts(drafting) if self._speculation else {}
         decode = [ScheduledChunk(s, s.next_tokens(1), drafts.get(s, [])) for s in decoding]
-        budget = self._shares.num_prompt_tokens(self.chunked_prefill_size, beside_decoding=bool(decoding))
+        budget = self._shares.num_prompt_tokens(self.chunked_prefill_size, positions(decoding))
         prefill = self._prompt_chunks(selected, budget)
         return Plan(decode, prefill, started_at, self._without_chunk([*decode, *prefill]))
 
@@ -254,7 +262,7 @@ class Scheduler:
 
     def share_prompts(self) -> None:
         """Copy computed prompts to the running sequences that wait for them, or leave that to the next steps."""
-        if not self._shares.was_shared:
+        if not self._limits_copies:
             self._share_prompts()
 
     def _share_prompts(self) -> None:
@@ -276,7 +284,14 @@ class Scheduler:
     @property
     def _may_copy(self) -> bool:
         """True if this step may begin another copy of a prompt."""
-        return not self._shares.was_shared or self._num_copied < COPIED_POSITIONS
+        if not self._limits_copies:
+            return True
+        return self._num_copied < (SHARED_COPIED_POSITIONS if self._shares.was_shared else COPIED_POSITIONS)
+
+    @property
+    def _limits_copies(self) -> bool:
+        """True if sequences may wait for the copies of others' prompts."""
+        return self._is_decoding or self._shares.was_shared
 
     def _restore_prefix(self, sequence: Sequence) -> None:
         assert sequence.slot is not None

@@ -18,7 +18,7 @@ from logitship.server.engine.async_engine import _LARGE_BODY_MEMORY, AsyncEngine
 from logitship.server.engine.engine import Engine
 from logitship.server.engine.failures import STOPPED
 from logitship.server.model.model_loader import LoadedModel
-from logitship.server.model.model_runner import ModelRunner
+from logitship.server.model.model_runner import Chunk, ModelRunner
 from logitship.server.refusals import BadRequest, QueueFull, ServiceUnavailable
 from logitship.server.requests.body_limits import QueuedBytes
 from logitship.server.requests.messages import FinishReason, GenerationRequest
@@ -685,3 +685,29 @@ async def test_abort_of_continuations_while_their_processor_loads(
     aborted = {0, 1, 2} if rid == "r" else {int(rid[-1])}
     reasons = [output.finish_reason.kind for output in await loading]
     assert reasons == ["abort" if index in aborted else "length" for index in range(3)]
+
+
+async def test_cancelled_prompt_computes_no_further_chunk(
+    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(chunked_prefill_size=16, prefix_cache_bytes=0)
+    computing, gate = threading.Event(), threading.Event()
+    forward = ModelRunner.forward
+    chunks: list[int] = []
+
+    def recorded(runner: ModelRunner, decode: list[Chunk], prefill: list[Chunk], *args: Any) -> Any:
+        own = [len(chunk.token_ids) for chunk in prefill if 99 in chunk.token_ids]
+        chunks.extend(own)
+        if own:
+            computing.set()
+            assert gate.wait(30)
+        return forward(runner, decode, prefill, *args)
+
+    monkeypatch.setattr(ModelRunner, "forward", recorded)
+    other = asyncio.create_task(generate(engine, request("other", max_tokens=100)))
+    stream = await engine.submit(request("cancelled", [99] * 200))
+    assert await asyncio.to_thread(computing.wait, 30)
+    await stream.aclose()
+    gate.set()
+    assert len((await other).token_ids) == 100
+    assert chunks == [16]

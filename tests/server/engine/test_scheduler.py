@@ -7,8 +7,9 @@ import torch
 
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine import scheduler
+from logitship.server.engine.forward_pass import MIN_PROMPT_COST, Plan
 from logitship.server.engine.scheduler import Scheduler
-from logitship.server.engine.tenant_shares import TenantShares
+from logitship.server.engine.tenant_shares import PROMPT_SHARE, TenantShares
 from logitship.server.model.kv_cache import CacheShape, PrefixCache, SlotCache
 from logitship.server.requests.messages import FinishReason, GenerationChunk, TokenLogprobs
 from logitship.server.requests.sequence import Sequence
@@ -23,7 +24,10 @@ class ScriptedEngine:
     Attributes:
         prompt_tokens: computed prompt tokens, by request.
         sampled: sequences that sampled a first token, each from the right prompt.
+        plan: the last step.
     """
+
+    plan: Plan
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class ScriptedEngine:
 
     def step(self) -> None:
         """Do what `Engine.step` does."""
-        plan = self.scheduler.schedule()
+        plan = self.plan = self.scheduler.schedule()
         assert plan, "sequences wait for a prompt that is not computed"
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         for chunk in plan.prefill:
@@ -244,7 +248,7 @@ def test_random_schedules(tokenizer: Tokenizer) -> None:
 @pytest.mark.slow
 def test_random_schedules_of_tenants(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cached prompts, copies and aborts of three tenants: each of them goes on every few steps."""
-    monkeypatch.setattr(scheduler, "COPIED_POSITIONS", 16)
+    monkeypatch.setattr(scheduler, "SHARED_COPIED_POSITIONS", 16)
     for seed in range(60):
         rng = random.Random(seed)
         shares = TenantShares()
@@ -342,7 +346,7 @@ def test_earlier_prompts_do_not_delay_a_short_one(tokenizer: Tokenizer) -> None:
 def test_prompts_are_copied_one_per_step_beside_other_tenants(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scheduler, "COPIED_POSITIONS", 20)
+    monkeypatch.setattr(scheduler, "SHARED_COPIED_POSITIONS", 20)
     shares = TenantShares()
     engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, shares=shares)
     shares.begin_step({"a", "b"})
@@ -365,7 +369,7 @@ def test_copies_for_one_tenant_do_not_hold_up_the_prompts_of_another(
     tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, n: int, is_cached: bool
 ) -> None:
     """One tenant has requests with a cached prompt, or one request with many continuations."""
-    monkeypatch.setattr(scheduler, "COPIED_POSITIONS", 16)
+    monkeypatch.setattr(scheduler, "SHARED_COPIED_POSITIONS", 16)
     shares = TenantShares()
     engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, shares=shares, num_blocks=8)
     engine.add("first", 1, prompt_of(40), 1, tenant="a")
@@ -387,7 +391,7 @@ def test_copies_for_one_tenant_do_not_hold_up_the_prompts_of_another(
 
 
 def test_copies_that_wait_when_their_source_ends(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scheduler, "COPIED_POSITIONS", 20)
+    monkeypatch.setattr(scheduler, "SHARED_COPIED_POSITIONS", 20)
     shares = TenantShares()
     engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, shares=shares)
     shares.begin_step({"a", "b"})
@@ -410,3 +414,106 @@ def test_prompts_take_half_of_a_step_beside_other_tenants(tokenizer: Tokenizer) 
     shares.begin_step({"b"})
     engine.step()
     assert engine.prompt_tokens["long"] == 60
+
+
+def shares_of_one_tenant(prompt_tokens: int) -> TenantShares:
+    """Return shares that allow a step so many prompt tokens beside decoding sequences while one tenant is alone."""
+    shares = TenantShares()
+    shares.observe_step(1.0)
+    shares.observe_step(1.0 + PROMPT_SHARE / prompt_tokens, num_prompt_tokens=1)
+    return shares
+
+
+def test_prompts_are_limited_beside_sequences_of_their_tenant(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, shares=shares_of_one_tenant(16))
+    engine.add("first", 1, prompt_of(60), 30)
+    engine.step()
+    assert engine.prompt_tokens["first"] == 60, "nothing decodes yet"
+    engine.add("second", 1, prompt_of(60, begin=9), 1)
+    computed = []
+    for _ in range(4):
+        engine.step()
+        computed.append(engine.prompt_tokens["second"])
+    assert computed == [16, 32, 48, 60]
+
+
+def test_limited_prompts_are_computed_in_order(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, shares=shares_of_one_tenant(32))
+    engine.add("decodes", 1, [5], 40)
+    engine.step()
+    for number in range(3):
+        engine.add(f"r{number}", 1, prompt_of(40, begin=9 + number), 1)
+    engine.step()
+    assert engine.prompt_tokens == {"decodes": 1, "r0": 32}
+    engine.step()
+    assert engine.prompt_tokens == {"decodes": 1, "r0": 40, "r1": 24}
+
+
+def test_cancelled_prompt_leaves_its_part_to_the_next(tokenizer: Tokenizer) -> None:
+    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, shares=shares_of_one_tenant(16))
+    engine.add("decodes", 1, [5], 40)
+    engine.step()
+    (cancelled,) = engine.add("cancelled", 1, prompt_of(60, begin=9), 1)
+    engine.add("next", 1, prompt_of(60, begin=99), 1)
+    engine.step()
+    engine.end(cancelled)
+    engine.step()
+    assert engine.prompt_tokens == {"decodes": 1, "cancelled": 16, "next": 16}
+
+
+@pytest.mark.parametrize(("n", "expected"), [(6, [0, 2, 4, 5]), (1, [2, 4, 6, 6])])
+def test_copies_are_limited_beside_sequences_of_their_tenant(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, n: int, expected: list[int]
+) -> None:
+    """Continuations of one request, or requests with a cached prompt."""
+    monkeypatch.setattr(scheduler, "COPIED_POSITIONS", 40)
+    engine = ScriptedEngine(tokenizer, num_slots=8, chunk_size=64, num_blocks=8 if n == 1 else 0)
+    engine.add("first", 1, prompt_of(40), 1)
+    engine.add("decodes", 1, [5], 40)
+    engine.step()
+    many = [one for number in range(6 // n) for one in engine.add(f"{number}", n, prompt_of(40), 9)]
+    begun = []
+    for _ in range(4):
+        engine.step()
+        begun.append(sum(one.num_copied > 0 for one in many))
+    assert begun == expected
+
+
+def test_random_schedules_of_one_tenant(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding sequences and the oldest prompt go on in each step, with few prompt tokens and copies beside them."""
+    monkeypatch.setattr(scheduler, "COPIED_POSITIONS", 30)
+    longest = 40
+    for seed in range(20):
+        rng = random.Random(seed)
+        limit = rng.choice([16, 32])
+        engine = ScriptedEngine(
+            tokenizer,
+            num_slots=rng.choice([4, 16]),
+            chunk_size=64,
+            shares=shares_of_one_tenant(limit),
+            num_blocks=rng.choice([0, 4, 20]),
+        )
+        added: list[Sequence] = []
+        cancelled: set[Sequence] = set()
+        while len(added) < 60 or engine.unfinished:
+            if len(added) < 60 and (rng.random() < 0.4 or not engine.unfinished):
+                prompt = prompt_of(rng.choice([1, 3, 17, longest]), begin=rng.choice([4, 50]))
+                added += engine.add(f"r{len(added)}", rng.choice([1, 1, 1, 9]), prompt, rng.randint(1, 20))
+                continue
+            if rng.random() < 0.2:
+                cancelled.add(one := rng.choice(engine.unfinished))
+                engine.end(one)
+                continue
+            copied = sum(one.num_copied for one in added)
+            decoding = {one for one in engine.scheduler.running if not one.prefilling}
+            oldest = next((one for one in engine.scheduler.running if one.prefilling), None)
+            before = oldest.num_computed if oldest else 0
+            engine.step()
+            plan = engine.plan
+            assert {chunk.sequence for chunk in plan.decode} == decoding, seed
+            assert oldest is None or oldest.num_computed > before, seed
+            assert cancelled.isdisjoint(chunk.sequence for chunk in plan.chunks), seed
+            if plan.decode:
+                assert plan.prompt_cost < limit + MIN_PROMPT_COST, seed
+                assert sum(one.num_copied for one in added) - copied < 30 + longest, seed
+        assert all(sequence.slot is None for sequence in added)

@@ -78,7 +78,7 @@ def test_time_of_prompts(shares: TenantShares) -> None:
     running: list[Any] = [Running(8, 9), Running(10, 2), Running(4, 0)]
     assert shares.prompt_seconds(running) == pytest.approx(12 * 0.001)
     running.append(Running(1000, 0))  # as much as a step computes
-    assert shares.prompt_seconds(running) == pytest.approx(shares.num_prompt_tokens(1000) * 0.001)
+    assert shares.prompt_seconds(running) == pytest.approx(shares.num_prompt_tokens(1000, 450) * 0.001)
 
 
 def test_short_steps_wait_at_least_some_time(shares: TenantShares) -> None:
@@ -129,25 +129,26 @@ def test_metrics_have_a_bounded_number_of_tenants(shares: TenantShares) -> None:
 
 def test_prompt_tokens_are_limited_by_their_time(shares: TenantShares, clock: Clock) -> None:
     shares.begin_step({"a", "b"})
-    assert shares.num_prompt_tokens(256) == 256  # nothing is known yet
+    assert shares.num_prompt_tokens(256, 1) == 256  # nothing is known yet
     shares.observe_step(0.1)
     shares.observe_step(0.1 + 0.2, 200)  # 1 ms each
-    assert shares.num_prompt_tokens(256) == 48
-    assert shares.num_prompt_tokens(20) == 20
-    assert shares.num_prompt_tokens(256, beside_decoding=False) == 144, "as long as a usual step and its prompts"
+    assert shares.num_prompt_tokens(256, 1) == 48
+    assert shares.num_prompt_tokens(20, 1) == 20
+    assert shares.num_prompt_tokens(256, 0) == 144, "as long as a usual step and its prompts"
     clock.now += SHARED_FOR / 2
     shares.begin_step({"a"})
-    assert shares.num_prompt_tokens(256) == 48, "the next request of b would wait for them"
+    assert shares.num_prompt_tokens(256, 1) == 48, "the next request of b would wait for them"
     clock.now += SHARED_FOR
     shares.begin_step({"a"})
-    assert shares.num_prompt_tokens(256) == 256
+    assert shares.num_prompt_tokens(256, 1) == 144, "one and a half times as long as what decodes"
+    assert shares.num_prompt_tokens(256, 0) == 256, "nothing waits for them"
 
 
 def test_some_prompt_tokens_are_always_computed(shares: TenantShares) -> None:
     shares.begin_step({"a", "b"})
     shares.observe_step(0.001)
     shares.observe_step(1.0, 10)
-    assert shares.num_prompt_tokens(256) == PROMPT_BLOCK
+    assert shares.num_prompt_tokens(256, 1) == PROMPT_BLOCK
 
 
 @pytest.mark.parametrize(
@@ -155,15 +156,16 @@ def test_some_prompt_tokens_are_always_computed(shares: TenantShares) -> None:
     [(1.0, 0, 48), (1.0, 40, 8), (0.0205, 0, 20), (0.0205, 40, 8), (0.0, 0, MIN_FORCED), (0.0, 48, 0), (0.0, 64, 0)],
 )
 def test_forced_tokens_have_what_is_left(
-    shares: TenantShares, left: float, num_prompt_tokens: int, expected: int
+    shares: TenantShares, clock: Clock, left: float, num_prompt_tokens: int, expected: int
 ) -> None:
     shares.begin_step({"a", "b"})
     shares.observe_step(0.1)
     shares.observe_step(0.1 + 0.2, 200)  # 1 ms each: 48 in a step
     shares.decode.left = left
-    assert shares.num_forced_tokens(256, num_prompt_tokens) == expected
+    assert shares.num_forced_tokens(256, num_prompt_tokens, 1) == expected
+    clock.now += SHARED_FOR
     shares.begin_step({"a"})
-    assert shares.num_forced_tokens(256, num_prompt_tokens) == 256 - num_prompt_tokens
+    assert shares.num_forced_tokens(256, num_prompt_tokens, 1) == 144 - num_prompt_tokens
 
 
 @pytest.mark.parametrize(
@@ -190,3 +192,16 @@ def test_tenants_without_prompt_tokens_are_next(shares: TenantShares) -> None:
     assert all(sum(turn.values()) == PROMPT_BLOCK for turn in turns)
     # A new one is before all.
     assert shares.split_prompt_tokens(PROMPT_BLOCK, {**wanted, "new": 20})["new"] == PROMPT_BLOCK
+
+
+def test_one_tenant_limits_its_prompts_beside_what_decodes(shares: TenantShares, clock: Clock) -> None:
+    shares.begin_step(["a", "a"])
+    shares.observe_step(0.02, 0, 1000)
+    shares.observe_step(0.08, 0, 7000)  # 10 ms, and 10 µs for each position
+    shares.observe_step(0.01 + 0.2, 200)  # 1 ms for each token of a prompt
+    assert shares.num_prompt_tokens(256, 500) == 16  # of 1.5 * 15
+    assert shares.num_prompt_tokens(256, 4000) == 64  # of 1.5 * 50
+    assert shares.num_prompt_tokens(256, 40_000) == 256
+    assert shares.num_prompt_tokens(256, 0) == 256, "nothing waits for them"
+    shares.begin_step(["a", "b"])
+    assert shares.num_prompt_tokens(256, 4000) == 16  # of half of 50
