@@ -122,7 +122,8 @@ class TenantShares:
         self._uses: dict[str, _Use] = {}
         self._running: frozenset[str] = frozenset()
         self._usual_step = 0.0
-        self._prompt_token = 0.0
+        self._prompt_seconds = self._prompt_tokens = 0.0
+        """Moving averages over the steps with prompts: the time that they added, and their number of tokens."""
         self._prompt_turns: dict[str, int] = {}
         """Number of the last division of prompt tokens in which each tenant got some."""
         self._turn = 0
@@ -159,8 +160,17 @@ class TenantShares:
             # Do not subtract `_usual_step`: that step may have had more decoding sequences, and it may have been long
             # ago if every step has prompts.
             without = self.decode.time.expected(num_positions)
-            per_token = max(0.0, seconds - without) / num_prompt_tokens
-            self._prompt_token = _follow(self._prompt_token, per_token)
+            self._prompt_seconds += _STEP_WEIGHT * (max(0.0, seconds - without) - self._prompt_seconds)
+            self._prompt_tokens += _STEP_WEIGHT * (num_prompt_tokens - self._prompt_tokens)
+
+    @property
+    def _prompt_token(self) -> float:
+        """Seconds that a prompt token takes; 0 if that is unknown.
+
+        Long chunks weigh more: short prompts may take no time that can be measured, and after many of them, several
+        long chunks would have to stall a step each before their cost is known.
+        """
+        return self._prompt_seconds / self._prompt_tokens if self._prompt_tokens else 0.0
 
     def num_prompt_tokens(self, most: int, num_positions: int) -> int:
         """Return how many prompt tokens a step may compute.

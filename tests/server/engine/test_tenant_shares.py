@@ -205,3 +205,13 @@ def test_one_tenant_limits_its_prompts_beside_what_decodes(shares: TenantShares,
     assert shares.num_prompt_tokens(256, 0) == 256, "nothing waits for them"
     shares.begin_step(["a", "b"])
     assert shares.num_prompt_tokens(256, 4000) == 16  # of half of 50
+
+
+def test_one_long_chunk_shows_what_prompts_cost(shares: TenantShares) -> None:
+    shares.begin_step(["a", "a"])
+    shares.observe_step(0.1)
+    for _ in range(100):
+        shares.observe_step(0.1, 8)  # too short to be measured
+    assert shares.num_prompt_tokens(256, 1) == 256
+    shares.observe_step(0.1 + 0.256, 256)  # 1 ms each
+    assert shares.num_prompt_tokens(256, 1) == 176
