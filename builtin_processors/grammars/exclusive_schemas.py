@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from .schema_recursion import resolved_reference
+from .schema_recursion import SchemaTooLarge, resolved_reference
 from .schema_simplification import inner_schemas
 
 _MAX_VISITS = 100_000
@@ -25,12 +25,8 @@ def has_exclusive_branches(schema: Any) -> bool:
     """Return whether no value matches two branches of a `oneOf` in the schema, as far as that can be decided."""
     try:
         return _Exclusion(schema).holds_everywhere()
-    except (_TooLarge, RecursionError):
+    except (SchemaTooLarge, RecursionError):
         return False
-
-
-class _TooLarge(Exception):
-    """The schema is not examined."""
 
 
 class _Interval(NamedTuple):
@@ -165,7 +161,7 @@ class _Exclusion:
     def _visit(self) -> None:
         self._visits += 1
         if self._visits > _MAX_VISITS:
-            raise _TooLarge
+            raise SchemaTooLarge
 
 
 def _list(schema: Mapping[str, Any], key: str) -> list[Any]:

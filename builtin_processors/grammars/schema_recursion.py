@@ -21,7 +21,7 @@ def check_recursion(schema: Any) -> None:
     """
     try:
         found = _Recursion(schema).endless_reference()
-    except (_TooLarge, RecursionError):
+    except (SchemaTooLarge, RecursionError):
         return
     if found is not None:
         at, target = found
@@ -44,7 +44,7 @@ def resolved_reference(schema: Any, target: str) -> Any:
     return found
 
 
-class _TooLarge(Exception):
+class SchemaTooLarge(Exception):
     """The schema is not examined."""
 
 
@@ -108,7 +108,7 @@ class _Recursion:
     def _visit(self) -> None:
         self._visits += 1
         if self._visits > _MAX_VISITS:
-            raise _TooLarge
+            raise SchemaTooLarge
 
 
 class _Reference:

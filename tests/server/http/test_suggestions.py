@@ -1,4 +1,4 @@
-"""What refusals of unknown fields and values suggest."""
+"""Suggestions in refusals of unknown fields and values."""
 
 from __future__ import annotations
 

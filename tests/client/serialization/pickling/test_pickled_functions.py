@@ -1,4 +1,4 @@
-"""What functions of the standard library make of the author's functions and objects."""
+"""Pickling of objects that the standard library makes of the author's functions."""
 
 from __future__ import annotations
 
