@@ -18,7 +18,7 @@ _MAX_VISITS = 100_000
 _MAX_DEPTH = 100
 _MAX_ITEMS = 16
 """Items at the beginning of arrays that are compared."""
-_TYPES = ("null", "boolean", "number", "string", "array", "object")
+_TYPES: tuple[str, ...] = ("null", "boolean", "number", "string", "array", "object")
 
 
 def has_exclusive_branches(schema: Any) -> bool:
@@ -143,7 +143,7 @@ class _Exclusion:
             case "array":
                 if _apart(_lengths(these, values, "Items"), _lengths(those, other_values, "Items")):
                     return True
-                least = max(_least(each, "minItems") for each in [*these, *those])
+                least = max((_least(each, "minItems") for each in [*these, *those]), default=0)
                 return any(
                     self._exclude([_item(each, index) for each in these], [_item(each, index) for each in those])
                     for index in range(int(min(least, _MAX_ITEMS)))
@@ -177,7 +177,7 @@ def _type_of(value: Any) -> str:
 
 
 def _types(parts: list[Mapping[str, Any]]) -> set[str]:
-    types = set(_TYPES)
+    types: set[str] = set(_TYPES)
     for part in parts:
         if isinstance(names := part.get("type"), str | list):
             listed = [names] if isinstance(names, str) else names

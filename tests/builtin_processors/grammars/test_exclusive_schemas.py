@@ -70,6 +70,8 @@ def test_branches_that_exclude_each_other_are_accepted(tokens: LLTokenizer, name
 
 
 OVERLAPPING: dict[str, dict[str, Any]] = {
+    "schemas of any arrays": {"oneOf": [{"type": "array", "items": [True], "minItems": 1}] * 2},
+    "anything": {"oneOf": [True, True]},
     "lengths": {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "string", "minLength": 3}]},
     "references": {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "string"}], "$defs": {"a": {"maxLength": 1}}},
     "integers are numbers": {"oneOf": [{"type": "integer"}, {"type": "number"}]},
