@@ -11,15 +11,19 @@ from itertools import groupby, pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .edit_operations import (
+    POSITION_COST,
     Edit,
     EditPositions,
     EditRows,
     Fill,
     GroupEdits,
     Operand,
+    Positions,
     Put,
+    PutMask,
     PutRows,
     Restore,
     Save,
@@ -29,6 +33,8 @@ from .merged_edits import edit_layers
 
 _MIN_EDITS = 4
 """Logs with fewer edits are not combined any further."""
+_SPARSE = 64
+"""Positions are sorted by comparison if they are fewer than one of as many."""
 _ARRAY = "array"
 _FLOAT = struct.Struct("=f")
 
@@ -59,6 +65,87 @@ def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdi
             else:
                 combined.append(_combined(same))
     return combined
+
+
+def with_ascending_positions(edits: GroupEdits, vocab_size: int) -> GroupEdits:
+    """Return edits with the same effect, whose positions and rows ascend, but for those of `Restore`.
+
+    A number that is put at many positions becomes a mask.
+    """
+    orders: dict[int, npt.NDArray[np.int64]] = {}  # of the registers whose values get another order
+    ordered: list[Edit] = []
+    for edit in edits:
+        if isinstance(edit, Restore):
+            order = orders.get(edit.register)
+            ordered.append(edit if order is None else _reordered(edit, order))
+            continue
+        if isinstance(edit, Put | EditPositions) and not _has_array(edit):
+            mask = _mask_of(edit, vocab_size) if isinstance(edit, Put) else None
+            ordered.append(mask or edit._replace(positions=_ascending(edit.positions)))
+            continue
+        order = _order_of(edit.positions if isinstance(edit, Put | Save | EditPositions) else edit.rows)
+        if isinstance(edit, Save) and order is not None:
+            orders[edit.register] = order
+        ordered.append(edit if order is None else _reordered(edit, order))
+    return ordered
+
+
+def _has_array(edit: Put | EditPositions) -> bool:
+    operands = [edit.values] if isinstance(edit, Put) else [operand for _, operand in edit.arithmetic]
+    return any(isinstance(operand, np.ndarray) for operand in operands)
+
+
+def _ascending(positions: Positions) -> Positions:
+    """Return positions in ascending order; one that occurs twice may be left out once."""
+    if _order_is_ascending(positions):
+        return positions
+    first, size = positions.min(), int(np.ptp(positions)) + 1
+    if size > _SPARSE * len(positions):
+        return np.sort(positions)
+    is_named = np.zeros(size, np.bool_)  # a fraction of the time of a sort
+    is_named[positions - first] = True
+    ascending: Positions = np.flatnonzero(is_named).astype(positions.dtype) + first
+    return ascending
+
+
+def _order_of(numbers: Positions) -> npt.NDArray[np.int64] | None:
+    """Return the order in which numbers ascend; None if they do."""
+    return None if _order_is_ascending(numbers) else np.argsort(numbers)
+
+
+def _order_is_ascending(numbers: Positions) -> bool:
+    return len(numbers) == 1 or bool((numbers[:-1] <= numbers[1:]).all())
+
+
+def _reordered(edit: Any, order: npt.NDArray[np.int64]) -> Any:
+    if isinstance(edit, PutMask):
+        return PutMask(edit.rows[order], edit.bits[order] if len(edit.bits) > 1 else edit.bits, edit.value)
+    if isinstance(edit, Fill | EditRows | PutRows):
+        return edit._replace(rows=edit.rows[order])
+    if isinstance(edit, Put):
+        return Put(edit.positions[order], _in_order(edit.values, order))
+    if isinstance(edit, Save):
+        return Save(edit.positions[order], edit.register)
+    steps = tuple((operator, _in_order(operand, order)) for operator, operand in edit.arithmetic)
+    return edit._replace(positions=edit.positions[order], arithmetic=steps)
+
+
+def _in_order(operand: Operand, order: npt.NDArray[np.int64]) -> Operand:
+    return operand[order] if isinstance(operand, np.ndarray) else operand
+
+
+def _mask_of(put: Put, vocab_size: int) -> PutMask | None:
+    """Return an edit that puts a number, as a mask; None if that would touch more elements."""
+    first = int(put.positions.min()) // vocab_size
+    num_rows = int(put.positions.max()) // vocab_size - first + 1
+    if POSITION_COST * len(put.positions) < num_rows * vocab_size:
+        return None
+    mask = np.zeros(num_rows * vocab_size, np.bool_)
+    mask[put.positions - put.positions.dtype.type(first * vocab_size)] = True
+    rows = np.arange(first, first + num_rows, dtype=put.positions.dtype)
+    value = put.values
+    assert not isinstance(value, np.ndarray)
+    return PutMask(rows, np.packbits(mask.reshape(num_rows, vocab_size), axis=1), value)
 
 
 def _with_arithmetic_in_place(edits: GroupEdits) -> GroupEdits:

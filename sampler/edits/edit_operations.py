@@ -25,6 +25,10 @@ MAX_STEPS = 255
 MAX_TOUCHED = 8
 """Maximum number of elements that the edits of a log touch, as a multiple of the number of logits."""
 
+POSITION_COST = 4
+"""Number of elements as which a position counts there: it takes longer to decode and to apply than an element of a
+whole row."""
+
 FEW = 64
 """Up to this many numbers, Python is faster than NumPy."""
 
@@ -136,6 +140,21 @@ Edit: TypeAlias = Put | Fill | Save | Restore | EditPositions | EditRows | PutRo
 
 GroupEdits: TypeAlias = Sequence[Edit]
 """The edits of one call, in order."""
+
+
+def num_touched(edits: GroupEdits, vocab_size: int) -> int:
+    """Return about how many elements edits touch, see `MAX_TOUCHED`."""
+    return sum(
+        POSITION_COST * len(edit.positions)
+        if isinstance(edit, Put | Save | Restore | EditPositions)
+        else len(edit.rows) * vocab_size
+        for edit in edits
+    )
+
+
+def num_positions(edits: GroupEdits) -> int:
+    """Return the number of positions that edits name."""
+    return sum(len(edit.positions) for edit in edits if isinstance(edit, Put | Save | Restore | EditPositions))
 
 
 def same_positions(one: Positions, other: Positions) -> bool:

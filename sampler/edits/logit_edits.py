@@ -14,6 +14,7 @@ from .edit_operations import (
     MAX_EDITS,
     MAX_EDITS_PER_ROW,
     MAX_TOUCHED,
+    POSITION_COST,
     Edit,
     EditPositions,
     EditRows,
@@ -141,8 +142,8 @@ class EditLog:
             # A processor often forbids tokens row by row.
             self._edits.pop()
             put = Put(np.concatenate((last.positions, put.positions)), put.values)
-            self._num_touched -= len(last.positions)
-        self._add(put, len(put.positions))
+            self._num_touched -= POSITION_COST * len(last.positions)
+        self._add(put, POSITION_COST * len(put.positions))
 
     def put_each(self, positions: list[int], value: float) -> None:
         """Put a value at a few positions."""
@@ -151,7 +152,7 @@ class EditLog:
             last.positions += positions
         elif positions:
             self._edits.append(_NumberPut(positions, value))
-        self._num_touched += len(positions)
+        self._num_touched += POSITION_COST * len(positions)
 
     def fill(self, rows: Sequence[int], value: float) -> None:
         """Put a value in whole rows."""
@@ -163,7 +164,7 @@ class EditLog:
             return -1  # `restore` ignores it too
         register = self._num_registers
         self._num_registers += 1
-        self._add(Save(_positions(positions), register), len(positions))
+        self._add(Save(_positions(positions), register), POSITION_COST * len(positions))
         return register
 
     def restore(
@@ -178,13 +179,13 @@ class EditLog:
         """
         steps = tuple(arithmetic)
         self._num_steps += len(steps)
-        self._add(Restore(_positions(positions), register, steps), len(positions) * (1 + len(steps)))
+        self._add(Restore(_positions(positions), register, steps), len(positions) * (POSITION_COST + len(steps)))
 
     def edit_positions(self, positions: AnyPositions, arithmetic: Sequence[tuple[str, Operand]]) -> None:
         """Apply arithmetic to the values at distinct positions, see `restore`."""
         steps = tuple(arithmetic)
         self._num_steps += len(steps)
-        self._add(EditPositions(_positions(positions), steps), len(positions) * (1 + len(steps)))
+        self._add(EditPositions(_positions(positions), steps), len(positions) * (POSITION_COST + len(steps)))
 
     def edit_rows(self, rows: Sequence[int], operator: str, operand: Operand) -> None:
         """Apply an operator to whole rows; the operand is a number or float32 [vocab]."""

@@ -145,6 +145,7 @@ class AnswerReceiver:
 
     Guarantees:
     * `on_readable` is not called after `release`, and has returned when that returns.
+    * No method waits for `on_readable` of another call, which may take long to decode.
 
     Raises:
         RuntimeError: the thread cannot be started.
@@ -152,7 +153,7 @@ class AnswerReceiver:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._calls: dict[int, UnansweredCall] = {}
+        self._calls: dict[int, _WatchedCall] = {}
         self._poll = select.epoll()
         self._end = os.eventfd(0)
         self._poll.register(self._end, select.EPOLLIN)
@@ -168,13 +169,17 @@ class AnswerReceiver:
         """Call `on_readable` when the connection of a call is readable or closed, until it returns False."""
         with self._lock, contextlib.suppress(OSError, ValueError):  # closed by another thread: its owner finds out
             self._poll.register(descriptor, _ONCE_READABLE)
-            self._calls[descriptor] = call
+            self._calls[descriptor] = _WatchedCall(call)
 
     def release(self, descriptor: int) -> None:
         """Watch the call on a connection no longer, if it is watched."""
         with self._lock:
-            if self._calls.pop(descriptor, None) is not None:
-                self._unregister(descriptor)
+            watched = self._calls.get(descriptor)
+            if watched is not None:
+                self._drop(descriptor)
+        if watched is not None:
+            with watched.lock:
+                pass  # `on_readable` has returned now
 
     def close(self) -> None:
         """End the thread. Calls that are still watched belong to their owners again."""
@@ -190,15 +195,33 @@ class AnswerReceiver:
             ready = [descriptor for descriptor, _ in self._poll.poll()]
             if self._end in ready:
                 return
-            with self._lock:
-                for descriptor in ready:
-                    call = self._calls.get(descriptor)
-                    if call is not None and call.on_readable():
-                        with contextlib.suppress(OSError):  # closed by another thread
-                            self._poll.modify(descriptor, _ONCE_READABLE)
-                    elif self._calls.pop(descriptor, None) is not None:
-                        self._unregister(descriptor)
+            for descriptor in ready:
+                watched = self._calls.get(descriptor)
+                if watched is not None:
+                    self._receive_from(descriptor, watched)
 
-    def _unregister(self, descriptor: int) -> None:
+    def _receive_from(self, descriptor: int, watched: _WatchedCall) -> None:
+        with watched.lock:
+            if self._calls.get(descriptor) is not watched:  # released since
+                return
+            may_have_more = watched.call.on_readable()
+        with self._lock:
+            if self._calls.get(descriptor) is watched:
+                if may_have_more:
+                    with contextlib.suppress(OSError):  # closed by another thread
+                        self._poll.modify(descriptor, _ONCE_READABLE)
+                else:
+                    self._drop(descriptor)
+
+    def _drop(self, descriptor: int) -> None:
+        del self._calls[descriptor]
         with contextlib.suppress(OSError):  # closed by another thread
             self._poll.unregister(descriptor)
+
+
+class _WatchedCall:
+    """A call, and the lock that is held while its `on_readable` runs."""
+
+    def __init__(self, call: UnansweredCall) -> None:
+        self.call = call
+        self.lock = threading.Lock()

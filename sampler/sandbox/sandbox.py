@@ -196,12 +196,12 @@ class Sandbox:
         encoded = self._copy_shared(shared_size) if shared_size else body[EDITS_HEADER.size :]
         return decode(encoded, num_rows, vocab_size, self._vectors)
 
-    def _copy_shared(self, size: int) -> bytes:
+    def _copy_shared(self, size: int) -> bytearray:
         """Return a copy of the first bytes of the shared memory, which the sandbox may change at any time."""
         shared = self.logits.view(-1).view(torch.uint8)
         if size > len(shared):
             raise ValueError("longer than the shared memory")
-        return shared[:size].numpy().tobytes()
+        return bytearray(shared[:size].numpy().data)
 
     @property
     def alive(self) -> bool:

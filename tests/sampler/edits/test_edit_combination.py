@@ -113,7 +113,7 @@ def test_puts_one_by_one() -> None:
     log = EditLog(2, VOCAB)
     for position in range(2 * VOCAB):
         log.put([position], -math.inf)
-    assert sent(log) == ["Put"]
+    assert sent(log) == ["PutMask"]
 
 
 def test_long_puts_are_joined_when_sent() -> None:

@@ -174,3 +174,24 @@ def test_close_ends_the_thread(new_call: Callable[..., Call]) -> None:
     receiver.release(call.descriptor)
     receiver.watch(call.descriptor, call)
     assert call.read == []
+
+
+def test_nothing_waits_while_another_call_is_told(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:
+    """It may take long to decode an answer."""
+    may_return = threading.Event()
+    slow, other = new_call(lambda: may_return.wait(LONG)), new_call()
+    receiver.watch(slow.descriptor, slow)
+    slow.sandbox.send(b"answer")
+    assert slow.is_told.wait(LONG)
+
+    def use() -> None:
+        receiver.watch(other.descriptor, other)
+        receiver.release(other.descriptor)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join(LONG)
+    has_returned = not thread.is_alive()
+    may_return.set()
+    thread.join()
+    assert has_returned
