@@ -19,6 +19,9 @@ class BuiltinProcessor(CustomLogitProcessor):
     Data derived from the parameters is computed once, at admission (`prepare`), and shared by the request's sequences.
     Data that depends on the history belongs in `__req__.state`, is updated with the new tokens only, and must support
     removing tokens: see `StateHistory`.
+
+    A call looks at all rows before it edits the first one. If it raises, it is made again for each row by itself: one
+    request cannot end those of others.
     """
 
     name: ClassVar[str]

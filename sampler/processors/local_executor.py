@@ -156,18 +156,37 @@ class GroupCaller(LocalGroup):
     def call(self, logits: torch.Tensor) -> RunOutcome:
         """See `LocalGroup.call`."""
         began = time.perf_counter()
-        faults: Mapping[int, ProcessorFault] = NO_FAULTS
         if self._used_outputs or self._num_first_uses != self._executor._num_first_uses:
             self._sync()
+        fault = self._run(logits, self._params)
+        faults = NO_FAULTS if fault is None else self._faults_by_row(logits, fault)
+        seconds = time.perf_counter() - began
+        return RunOutcome(seconds, faults, occupied=seconds)
+
+    def _run(self, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]) -> ProcessorFault | None:
         try:
-            result = self._executor.run(self._processor, logits, self._params)
+            result = self._executor.run(self._processor, logits, param_list)
             if result is not logits:
                 logits.copy_(result)
         except ProcessorFault as fault:
-            # One call serves all rows, so the row at fault cannot be identified: all of them fail.
-            faults = dict.fromkeys(range(len(self._rows)), fault)
-        seconds = time.perf_counter() - began
-        return RunOutcome(seconds, faults, occupied=seconds)
+            return fault
+        return None
+
+    def _faults_by_row(self, logits: torch.Tensor, fault: ProcessorFault) -> Mapping[int, ProcessorFault]:
+        """Return the faults of a call that failed.
+
+        A processor that comes with logitship serves all tenants with one call. It looks at all of its rows before it
+        edits the first one, and can be called again for each. Another may have edited some rows already, and belongs to
+        one tenant or to the operator: all rows fail.
+        """
+        if not self._processor.is_trusted:
+            return dict.fromkeys(range(len(self._rows)), fault)
+        faults = {}
+        for row, params in enumerate(self._params):
+            again = self._run(logits[row : row + 1], [params])
+            if again is not None:
+                faults[row] = again
+        return faults
 
     def _sync(self) -> None:
         """Update the output lists that the processor may have kept."""

@@ -20,8 +20,9 @@ from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
-from logitship.sampler.processors.executor import PREPARED_KEY, LoadedProcessor
+from logitship.sampler.processors.executor import PREPARED_KEY, ExecutorSequence, LoadedProcessor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
+from logitship.sampler.processors.local_executor import LocalRow
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
@@ -471,3 +472,51 @@ def test_largest_boosts_leave_finite_logits(make_row: MakeRow) -> None:
             row[PREPARED_KEY] = INSTANCES[name].prepare(params, MODEL)
             INSTANCES[name](logits, [row])
             assert logits.isfinite().all(), name
+
+
+class Broken:
+    """Anything of a request on which the server fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise KeyError(f"an error of the server: {name}")
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_built_in_that_fails_on_a_row_fails_on_no_other(name: str) -> None:
+    """One call serves the requests of all tenants."""
+    generator = random.Random(name)
+    # Time passes between a call and its repetition.
+    params = [{"max_time": 1e9} if name == "max_time" else ALL[name](generator) for _ in range(3)]
+    tokens = [generator.choices(range(VOCAB), k=4) for _ in params]
+    loaded = load()[name]
+
+    def called(broken: int | None, *places: int) -> tuple[torch.Tensor, dict[int, Any]]:
+        rows = [
+            loaded.executor.attach(
+                loaded,
+                ExecutorSequence(
+                    rid="r",
+                    params=params[place],
+                    prompt_token_ids=[5],
+                    output_token_ids=tokens[place],
+                    sampling_params=SamplingParams(),
+                    model=MODEL,
+                    prepared=loaded.instance.prepare(params[place], MODEL),
+                ),
+            )
+            for place in places
+        ]
+        if broken is not None:
+            assert isinstance(rows[broken], LocalRow)
+            rows[broken].params |= {"__req__": Broken(), PREPARED_KEY: Broken()}
+        logits = torch.linspace(-3.0, 3.0, VOCAB).repeat(len(places), 1)
+        group = loaded.executor.group(loaded, rows)
+        outcome = group.call(logits)
+        return logits, dict(outcome.faults)
+
+    logits, faults = called(1, 0, 1, 2)
+    assert faults.keys() == {1}
+    for place in (0, 2):
+        alone, none = called(None, place)
+        assert not none
+        assert torch.equal(logits[place], alone[0])
