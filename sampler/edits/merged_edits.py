@@ -80,6 +80,53 @@ def apply_edits(
     return target.registers
 
 
+def apply_separately(logits: torch.Tensor, groups: Sequence[tuple[Sequence[int], GroupEdits]]) -> dict[int, Exception]:
+    """Apply the edits of several calls like `apply_edits`. Those that cannot be applied do not affect the other calls.
+
+    Returns:
+        The exceptions, by number of the call. Some edits of its rows may have been applied.
+    """
+    failed: dict[int, Exception] = {}
+    target = _Target(logits, len(groups))
+    for layer in _layers_of_most(groups, target.vocab_size, failed):
+        # After a failure, a layer is applied again, part by part. So it must not have changed what it reads.
+        may_repeat = not isinstance(layer[0][2], EditRows)
+        for parts in [layer] if may_repeat else [[part] for part in layer]:
+            _apply_most(target, [part for part in parts if part[0] not in failed], failed)
+    return failed
+
+
+def _layers_of_most(
+    groups: Sequence[tuple[Sequence[int], GroupEdits]], vocab_size: int, failed: dict[int, Exception]
+) -> list[list[LayerPart]]:
+    """Return the layers of all calls; if that raises, of those for which it does not."""
+    try:
+        return edit_layers(groups, vocab_size)
+    except Exception:  # noqa: BLE001  # boundary: engine thread
+        layers: list[list[LayerPart]] = []
+        for number, group in enumerate(groups):
+            try:
+                own = edit_layers([group], vocab_size)
+            except Exception as error:  # noqa: BLE001  # boundary: engine thread
+                failed[number] = error
+            else:
+                layers += [[(number, rows, edit) for _, rows, edit in layer] for layer in own]
+        return layers
+
+
+def _apply_most(target: _Target, layer: Sequence[LayerPart], failed: dict[int, Exception]) -> None:
+    """Apply a layer; if that raises, its parts one by one."""
+    try:
+        if layer:
+            target.apply(layer)
+    except Exception as error:  # noqa: BLE001  # boundary: engine thread
+        if len(layer) == 1:
+            failed[layer[0][0]] = error
+        else:
+            for part in layer:
+                _apply_most(target, [part], failed)
+
+
 def edit_layers(groups: Sequence[tuple[Sequence[int], GroupEdits]], vocab_size: int) -> list[list[LayerPart]]:
     """Arrange the edits of several calls, which have no row in common, in layers of one kind.
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,6 +24,7 @@ from logitship.client.errors import ProcessorFault
 from logitship.sampler.trace import Snapshot, after_processor
 
 from .executor import Run, RunOutcome
+from .guarded_run import attempt
 from .processor_groups import ProcessorGroup, ProcessorUse, StageKey
 
 _MAX_KNOWN = 1024
@@ -253,6 +255,12 @@ class DeferredCalls:
         self._busy.discard(call.group.processor.group_name)
         outcome = call.run.finish()
         self._last_call(call.group).is_long = outcome.occupied > _LONG_CALL
+        fault = attempt(call.group.processor, partial(self._take, call, outcome))
+        if fault is not None:
+            for place, owner in enumerate(call.owners):
+                self.save(owner, SavedRow(call.logits[place], call.stage, fault))
+
+    def _take(self, call: DeferredCall, outcome: RunOutcome) -> None:
         call.group.count(outcome)
         self.patience.charge(call.group.processor.tenant, outcome.occupied)
         faults = call.read(call.group, call.logits, outcome)

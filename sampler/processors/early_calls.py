@@ -7,6 +7,7 @@ computes all of them.
 Guarantees:
 * A processor is called once for each token of a row, in order. It is called ahead only after tokens that are certain.
 * An answer that came early is used for its row and token alone, and is the same as if it had come late.
+* A call whose rows depend on each other is never split: rows that have ended by then are zeros in it.
 """
 
 from __future__ import annotations
@@ -15,23 +16,36 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
 import torch
 
 from logitship.sampler.allowed_tokens import AllowedTokens, mask_of
-from logitship.sampler.edits.edit_operations import EditRows, Fill, GroupEdits, Put, PutMask, PutRows
+from logitship.sampler.edits.edit_operations import (
+    EditRows,
+    Fill,
+    GroupEdits,
+    Put,
+    PutMask,
+    PutRows,
+    num_positions,
+)
+from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.edits.row_selection import finite_tokens, is_row_wise, select_rows
 
 from .deferred_calls import BEFORE_ALL, DeferredCall, DeferredCalls
-from .executor import CollectEdits, LoadedProcessor, LocalGroup, Run, RunOutcome
+from .executor import CollectEdits, LoadedProcessor, Run, RunOutcome
+from .guarded_run import GuardedRun, attempt, promise
 from .processor_groups import GroupRow, GroupStage, ProcessorGroup, ProcessorUse
 
 MAX_WAIT = 0.01
 """Most seconds of a step to wait for calls before the forward pass, while several sequences run."""
 MAX_PAUSE = 64
 """Longest `CallPause`, in calls."""
+_MAX_POSITIONS = 1 << 14
+"""Positions in the edits of a call up to which its rows are looked at before the forward pass, each by itself."""
 _MAX_KNOWN = 1024
 """Number of processors that are remembered as forcing tokens. Most of them are never called again."""
 
@@ -118,6 +132,7 @@ class EarlyCall:
         self._outcome: RunOutcome | None = None
         self._edited: Sequence[int] = ()
         self._edits: GroupEdits = ()
+        self._is_row_wise = True
 
     def end_early(self) -> RunOutcome | None:
         """Take the answer. Return None if it has not come, or the call needs its logits."""
@@ -127,6 +142,7 @@ class EarlyCall:
 
     def _collect(self, places: Sequence[int], edits: GroupEdits) -> None:
         self._edited, self._edits = places, edits
+        self._is_row_wise = len(places) == 1 or is_row_wise(edits, self._vocab_size)
 
     def take_outcome(self) -> RunOutcome | None:
         """Return the result of a call that has ended, the first time with its costs. Return None like `end_early`."""
@@ -151,7 +167,8 @@ class EarlyCall:
 
     def restrict(self, use: ProcessorUse, allowed: AllowedTokens) -> None:
         """Forbid what the call forbids in a row, or leave the row open."""
-        edits = self.edits_of([self._places[use]]) if self._outcome is not None else None
+        is_short = num_positions(self._edits) <= _MAX_POSITIONS
+        edits = self.edits_of([self._places[use]]) if self._outcome is not None and is_short else None
         found = None if edits is None else finite_tokens(edits, self._vocab_size)
         if found is None:
             allowed.leave_open()
@@ -169,7 +186,11 @@ class EarlyCall:
         places = [self._places[member.use] for member in group.members]
         if self._outcome is None and len(places) == len(self._places):
             return self.run
-        return CallPart(self, places)
+        return GuardedRun(group, CallPart(self, places))
+
+    def apply_edits(self, logits: torch.Tensor) -> None:
+        """Apply the edits of an ended call to all of its rows, in place."""
+        apply_edits(logits, [(self._edited, self._edits)])
 
     def edits_of(self, places: Sequence[int]) -> GroupEdits | None:
         """Return the edits of some rows of an ended call.
@@ -179,7 +200,7 @@ class EarlyCall:
         """
         if list(places) == list(self._edited):
             return self._edits
-        if not set(places) <= set(self._edited) or not is_row_wise(self._edits, self._vocab_size):
+        if not self._is_row_wise or not set(places) <= set(self._edited):
             return None
         numbers = [self._edited.index(place) for place in places]
         return select_rows(self._edits, numbers, len(self._edited), self._vocab_size)
@@ -188,7 +209,8 @@ class EarlyCall:
 class CallPart:
     """Some rows of a call. Implements `Run`.
 
-    Either the call has ended early: each part then takes its own edits. Or the sequences of its other rows have ended.
+    Either the call has ended early: each part then takes its own edits, unless its rows depend on others. Or the
+    sequences of its other rows have ended.
 
     Args:
         call: the call.
@@ -202,12 +224,15 @@ class CallPart:
         self._all_logits: torch.Tensor | None = None
 
     def needs_logits(self) -> bool:
-        """See `Run.needs_logits`."""
-        return self._call.end_early() is None
+        """See `Run.needs_logits`. Also true of an ended call whose rows take values from others."""
+        outcome = self._call.end_early()
+        return outcome is None or self._own_edits(outcome) is None
 
     def provide(self, logits: torch.Tensor) -> None:
         """See `Run.provide`. The rows that have ended get zeros."""
-        self._call.run.provide(self._among_all(logits))
+        all_logits = self._among_all(logits)
+        if not self._call.has_ended:
+            self._call.run.provide(all_logits)
 
     def wait(self, timeout: float) -> bool:
         """See `Run.wait`."""
@@ -229,25 +254,32 @@ class CallPart:
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
         """See `Run.finish`."""
+        outcome = self._call.take_outcome() if self._call.has_ended else self._call.run.finish()
+        assert outcome is not None
         if self._all_logits is None:
-            outcome = self._call.take_outcome()
-            assert outcome is not None
-            self._take_edits(outcome, collect)
+            self._collect(outcome, collect)
         else:
             assert self._logits is not None
-            outcome = self._call.run.finish()
+            if self._call.has_ended:
+                began = time.perf_counter()
+                self._call.apply_edits(self._all_logits)
+                outcome = outcome._replace(occupied=outcome.occupied + time.perf_counter() - began)
             self._logits.copy_(self._all_logits[self._places])
         faults = {place: outcome.faults[each] for place, each in enumerate(self._places) if each in outcome.faults}
         seconds = outcome.seconds * len(self._places) / len(self._call.group.rows)
         return outcome._replace(seconds=seconds, faults=faults)
 
-    def _take_edits(self, outcome: RunOutcome, collect: CollectEdits | None) -> None:
+    def _own_edits(self, outcome: RunOutcome) -> GroupEdits | None:
+        """Return the edits of the rows without a fault; None if they take values from other rows."""
+        edited = [place for place in self._places if place not in outcome.faults]
+        return self._call.edits_of(edited) if edited else ()
+
+    def _collect(self, outcome: RunOutcome, collect: CollectEdits | None) -> None:
+        edits = self._own_edits(outcome)
         assert collect is not None
-        edited = [place for place, each in enumerate(self._places) if each not in outcome.faults]
-        edits = self._call.edits_of([self._places[place] for place in edited]) if edited else ()
-        assert edits is not None, "rows that depend on one another were separated"
+        assert edits is not None
         if edits:
-            collect(edited, edits)
+            collect([place for place, each in enumerate(self._places) if each not in outcome.faults], edits)
 
 
 class EarlyCalls:
@@ -279,8 +311,7 @@ class EarlyCalls:
                 self._begin(group)
 
     def _begin(self, group: ProcessorGroup) -> EarlyCall | None:
-        executor_group = group.executor_group
-        run = None if isinstance(executor_group, LocalGroup) else executor_group.promise()
+        run = promise(group)
         if run is None:
             return None
         self._deferred.begun(group, run)
@@ -385,7 +416,10 @@ class EarlyCalls:
         for member, allowed in members.items():
             call = self._calls.get(_key(member))
             if call is not None and call.has_ended:
-                call.restrict(member.use, allowed)
+                began = time.perf_counter()
+                if attempt(member.use.processor, partial(call.restrict, member.use, allowed)) is not None:
+                    allowed.leave_open()
+                self._deferred.patience.charge(member.use.processor.tenant, time.perf_counter() - began)
                 self._allowed[_key(member)] = allowed
             else:
                 allowed.leave_open()

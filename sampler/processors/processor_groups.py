@@ -7,6 +7,7 @@ adjacent (`group_key`): adjacent rows are a view of the logits; scattered rows h
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -15,15 +16,18 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 import torch
 
 from logitship.client.records import Receipt
-from logitship.sampler.edits.merged_edits import apply_edits
+from logitship.sampler.edits.edit_operations import num_touched
+from logitship.sampler.edits.merged_edits import apply_separately
 
 from .executor import LocalGroup
+from .guarded_run import internal_fault
 
 if TYPE_CHECKING:
+    from logitship.client.errors import ProcessorFault
     from logitship.sampler.edits.edit_operations import GroupEdits
     from logitship.sampler.sampling_params import SamplingParams
 
-    from .executor import CollectEdits, ExecutorGroup, ExecutorRow, LoadedProcessor, LogitsUse, RunOutcome
+    from .executor import CollectEdits, ExecutorRow, LoadedProcessor, LogitsUse, RunOutcome
 
 
 @dataclass(eq=False)
@@ -278,13 +282,8 @@ class GroupStage:
     def __init__(self, key: StageKey, groups: Iterable[ProcessorGroup]) -> None:
         self.key = key
         self.groups = sorted(groups, key=lambda group: group.rows[0])
-        self.local: list[tuple[ProcessorGroup, LocalGroup]] = []
-        self.concurrent: list[tuple[ProcessorGroup, ExecutorGroup]] = []
-        for group in self.groups:
-            if isinstance(group.executor_group, LocalGroup):
-                self.local.append((group, group.executor_group))
-            else:
-                self.concurrent.append((group, group.executor_group))
+        self.local = [group for group in self.groups if isinstance(group.executor_group, LocalGroup)]
+        self.concurrent = [group for group in self.groups if not isinstance(group.executor_group, LocalGroup)]
         self.is_split = len(self.groups) > 1 and all(group.is_adjacent for group in self.groups)
         sizes: list[int] = []
         self._pieces: list[tuple[ProcessorGroup, int]] = []
@@ -322,6 +321,9 @@ class StageLogits:
         stage: the groups.
         logits: float32 [rows of the batch, vocab].
         observe: called with the edits of each call.
+
+    Attributes:
+        apply_seconds: seconds that it took to apply the edits of each group.
     """
 
     def __init__(
@@ -333,6 +335,7 @@ class StageLogits:
         self._rows: dict[ProcessorGroup, torch.Tensor] = {}
         self._edits: list[tuple[Sequence[int], GroupEdits]] = []
         self._edited: list[ProcessorGroup] = []
+        self.apply_seconds: dict[ProcessorGroup, float] = {}
 
     def rows_of(self, group: ProcessorGroup) -> torch.Tensor:
         """Return the rows of a group, float32 [rows, vocab]: a view if they are adjacent, else a copy."""
@@ -355,13 +358,24 @@ class StageLogits:
 
         return collect
 
-    def apply_edits(self) -> None:
-        """Apply all edits to the batch's logits at once."""
-        if self._edits:
-            apply_edits(self._logits, self._edits)
+    def apply_edits(self) -> dict[ProcessorGroup, ProcessorFault]:
+        """Apply all edits to the batch's logits at once. Return the groups whose edits cannot be applied."""
+        if not self._edits:
+            return {}
+        began = time.perf_counter()
+        errors = apply_separately(self._logits, self._edits)
+        seconds = time.perf_counter() - began
+        touched = [num_touched(edits, self._logits.shape[-1]) for _, edits in self._edits]
+        per_element = seconds / max(1, sum(touched))
+        self.apply_seconds = {group: per_element * count for group, count in zip(self._edited, touched, strict=True)}
         for group in self._edited:
             if not group.is_adjacent:
                 self._rows.pop(group, None)  # a copy from before
+        failed = {self._edited[number]: error for number, error in errors.items()}
+        return {
+            group: internal_fault(group.processor.name, group.processor.digest, error)
+            for group, error in failed.items()
+        }
 
     def write_back(self, group: ProcessorGroup) -> None:
         """Write the rows of a group that are not adjacent to the batch's logits, if they were taken."""

@@ -10,6 +10,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -22,6 +23,7 @@ from logitship.sampler.batch_processors.logits_processors import BatchRows, rows
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import StepTrace
 
+from . import guarded_run
 from .deferred_calls import BEFORE_ALL, DeferredCall, DeferredCalls, SavedRow
 from .early_calls import EarlyCalls
 from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, LogitsUse, Run, RunOutcome
@@ -168,7 +170,11 @@ class ShippedProcessors(LogitsProcessor):
                     each.leave_open()
         for processor, pairs in trusted.items():
             began = time.perf_counter()
-            processor.executor.restrict(processor, [member.executor_row for member in pairs], [*pairs.values()])
+            rows, tokens = [member.executor_row for member in pairs], [*pairs.values()]
+            fault = guarded_run.attempt(processor, partial(processor.executor.restrict, processor, rows, tokens))
+            if fault is not None:
+                for each in tokens:
+                    each.leave_open()
             seconds = (time.perf_counter() - began) / len(pairs)
             for member in pairs:
                 member.use.own_count.add(0, seconds)
@@ -259,8 +265,8 @@ class ShippedProcessors(LogitsProcessor):
             stage = self._early.split(stage)
         stage_logits = StageLogits(stage, logits, self._early.observe)
         begun = self._begin_stage(stage, stage_logits, previous) if stage.concurrent else ()
-        for group, local_group in stage.local:
-            self._finish(group, local_group.call(stage_logits.rows_of(group)), stage_logits)
+        for group in stage.local:
+            self._finish(group, guarded_run.call(group, stage_logits.rows_of(group)), stage_logits)
         if begun:
             self._end_stage(stage, stage_logits, begun)
 
@@ -281,9 +287,12 @@ class ShippedProcessors(LogitsProcessor):
                 self._defer(group, logits.rows_of(group), run, stage.key)
         for tenant, seconds in slowest.items():
             self._spent[tenant] = self._spent.get(tenant, 0.0) + seconds
-        logits.apply_edits()
+        failed = logits.apply_edits()
         for group, outcome in finished:
-            self._finish(group, outcome, logits)
+            if group in failed:
+                outcome = guarded_run.failed(group, failed[group])
+            seconds = logits.apply_seconds.get(group, 0.0)
+            self._finish(group, outcome._replace(occupied=outcome.occupied + seconds), logits)
 
     def _begin_stage(
         self, stage: GroupStage, logits: StageLogits, previous: StageKey
@@ -294,19 +303,20 @@ class ShippedProcessors(LogitsProcessor):
         """
         begun = []
         in_early_calls = set[str]()
-        for group, executor_group in stage.concurrent:
+        for group in stage.concurrent:
             name = group.processor.group_name
+            has_begun = self._early.is_busy(name)
             run = self._early.take(group)
             if run is not None:
                 if run.needs_logits():
                     run.provide(logits.rows_of(group))
-                    in_early_calls.add(name)
+                    in_early_calls |= {name} if has_begun else set()
             elif name in in_early_calls or self._calls.is_busy(name) or self._early.is_busy(name):
                 self._save(group, logits.rows_of(group), previous)
                 continue
             else:
                 spent = self._spent.get(group.processor.tenant, 0.0)
-                run = executor_group.begin(logits.rows_of(group), spent)
+                run = guarded_run.begin(group, logits.rows_of(group), spent)
                 self._calls.begun(group, run)
             begun.append((group, run))
         return begun
@@ -428,6 +438,11 @@ class ShippedProcessors(LogitsProcessor):
             outcome: result of the call.
             logits: logits of the stage, with all edits.
         """
+        fault = guarded_run.attempt(group.processor, partial(self._take, group, outcome, logits))
+        if fault is not None:
+            self._faults |= dict.fromkeys(group.rows, fault)
+
+    def _take(self, group: ProcessorGroup, outcome: RunOutcome, logits: StageLogits) -> None:
         group.count(outcome)
         if not group.processor.is_trusted:
             self._calls.patience.charge(group.processor.tenant, outcome.occupied)

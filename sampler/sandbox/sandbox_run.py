@@ -27,6 +27,7 @@ from logitship.sampler.processors.executor import (
     LogitsUse,
     RunOutcome,
 )
+from logitship.sampler.processors.guarded_run import internal_fault
 from logitship.sampler.sampling_params import SANDBOXED_FIELDS
 
 from .call_exchange import AnswerReceiver
@@ -390,7 +391,25 @@ class SandboxRun:
         return "read" if self._was_read else "unread"
 
     def advance(self) -> None:
-        """Receive the answer if it has arrived. Never blocks."""
+        """Receive the answer if it has arrived. Never blocks, and raises nothing: other calls are waited for too."""
+        try:
+            self._advance()
+        # Whatever it raises is an error of the server, on data of a client.
+        except Exception as error:  # noqa: BLE001  # boundary: engine thread
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """End the call with a fault of its rows, because the server failed on its answer."""
+        assert self._sandbox is not None
+        self._is_in_call = self._has_result = False
+        self._edits = None
+        if self in self._pending:
+            self._pending.remove(self)
+        self._sandbox.kill("internal", "was killed because the server failed on its answer")
+        fault = internal_fault(self._processor.name, self._processor.digest, error)
+        self._faults |= dict.fromkeys(self._rows_in_call, fault)
+
+    def _advance(self) -> None:
         assert self._sandbox is not None
         try:
             answer = self._sandbox.advance()
@@ -475,7 +494,11 @@ class SandboxRun:
         assert self._sandbox is not None
         try:
             if answer is Answer.EDITS and self._is_promised and not self._was_read:
-                self._edits = self._sandbox.decode_edits(body, len(self._rows_in_call))
+                began = time.thread_time()
+                try:
+                    self._edits = self._sandbox.decode_edits(body, len(self._rows_in_call))
+                finally:
+                    self._count(time.thread_time() - began)
                 return
             if answer is Answer.FAULTS:
                 reported = read_faults(body, self._processor, len(self._rows_in_call))
@@ -488,9 +511,16 @@ class SandboxRun:
         except SandboxDied as died:
             self.fail(self._rows_in_call, died)
 
+    def _count(self, seconds: float) -> None:
+        """Count the server's own work on the answer like the time of the call: its sandbox decides how much that is."""
+        self._seconds_used += seconds
+        self._occupied += seconds
+
     def _apply_edits(self, places: Sequence[int], edits: GroupEdits) -> None:
         assert self._logits is not None
+        began = time.thread_time()
         apply_edits(self._logits, [(places, edits)])
+        self._count(time.thread_time() - began)
 
     def _copy_out(self) -> None:
         assert self._sandbox is not None

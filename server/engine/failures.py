@@ -17,6 +17,9 @@ def request_error(fault: Exception) -> RequestError:
     if isinstance(fault, ProcessorFault):
         line = author_line(fault.traceback)
         message = f"{fault.message} ({line})" if line else fault.message
-        return RequestError("ProcessorFault", message, 400, fault.traceback, fault.digest, fault.name, fault.kind)
+        status_code = 500 if fault.kind == "internal" else 400
+        return RequestError(
+            "ProcessorFault", message, status_code, fault.traceback, fault.digest, fault.name, fault.kind
+        )
     status_code = 500 if isinstance(fault, BatchProcessorFault) else 400
     return RequestError(type(fault).__name__, str(fault), status_code)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 
+from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.processors.early_calls import EarlyCalls
 from logitship.sampler.processors.executor import CollectEdits, RunOutcome
@@ -148,3 +149,47 @@ def test_call_that_ends_early_costs_its_rows_once() -> None:
         costs.append((outcome.charged, outcome.occupied))
     assert costs == [(0.5, 0.25), (0.0, 0.0)]
     assert run.num_finished == 1
+
+
+class EditingRun(ReadingRun):
+    """A call that has ended, with the edits of a log."""
+
+    is_over = True
+
+    def __init__(self, log: EditLog) -> None:
+        self._log = log
+
+    def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
+        assert collect is not None
+        collect(range(self._log.num_rows), self._log.edits)
+        return RunOutcome(seconds=1.0)
+
+
+def test_part_of_a_call_whose_rows_depend_on_each_other() -> None:
+    """The other sequence has ended since the call: its row is zero, as in a call that has not ended."""
+    log = EditLog(2, VOCAB)
+    saved = log.save([1, VOCAB + 1])
+    log.restore([VOCAB + 2, 2], saved)
+    early, group = EarlyCalls(DeferredCalls(), VOCAB), Group(EditingRun(log), [0, 1])
+    early.begin(cast(GroupStage, SimpleNamespace(groups=[group])))
+    part = early.take(group.part(1))
+    assert part is not None
+    assert part.needs_logits()
+    logits = torch.arange(1.0, VOCAB + 1)[None]
+    part.provide(logits)
+    outcome = part.finish(lambda places, edits: None)
+    assert (outcome.faults, outcome.seconds) == ({}, 0.5)
+    assert logits.tolist() == [[1.0, 2.0, 0.0, 4.0, 5.0, 6.0, 7.0, 8.0]]
+
+
+def test_call_whose_rows_depend_on_each_other_is_taken_whole() -> None:
+    log = EditLog(2, VOCAB)
+    log.restore([VOCAB + 2], log.save([1]))
+    early, group = EarlyCalls(DeferredCalls(), VOCAB), Group(EditingRun(log), [0, 1])
+    early.begin(cast(GroupStage, SimpleNamespace(groups=[group])))
+    whole = early.take(cast(ProcessorGroup, group))
+    assert whole is not None
+    assert not whole.needs_logits()
+    collected: list[Any] = []
+    whole.finish(lambda *edits: collected.append(edits))
+    assert collected == [(range(2), log.edits)]

@@ -18,7 +18,7 @@ import torch
 
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import LoadedProcessor, RunOutcome
-from logitship.sampler.sandbox import call_exchange
+from logitship.sampler.sandbox import call_exchange, sandbox_run
 from logitship.sampler.sandbox import sandbox as sandbox_module
 from logitship.sampler.sandbox.cpu_time import DEFERRED_NICE
 from logitship.sampler.sandbox.sandbox import Sandbox
@@ -262,16 +262,36 @@ def spinning_beside(sandbox: Sandbox) -> Iterator[None]:
             other.kill()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_answer_that_cannot_be_decoded_fails_the_step(
+def test_answer_on_which_the_server_fails_ends_its_rows_alone(
     executor: SandboxExecutor, promise: Promise, early_answers: threading.Semaphore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would otherwise go on as if the processor had changed nothing."""
-    monkeypatch.delattr(sandbox_module, "decode")
-    run = promise(executor.load(source(FORBIDS)), {"ids": [1]})
+    """On the thread that receives early answers, which goes on, and while another call is waited for."""
+    broken = executor.load(source(FORBIDS))
+    decode_edits = Sandbox.decode_edits
+
+    def failing(sandbox: Sandbox, body: bytes, num_rows: int) -> Any:
+        if sandbox is sandbox_of(broken):
+            raise KeyError("an error of the server")
+        return decode_edits(sandbox, body, num_rows)
+
+    monkeypatch.setattr(Sandbox, "decode_edits", failing)
+    run = promise(broken, {"ids": [1]})
     assert early_answers.acquire(timeout=LONG)
-    with pytest.raises(AssertionError, match="an answer was lost"):
-        finished(run)
+    other = executor.load(source(FORBIDS), "another")
+    other_run = promise(other, {"ids": [3]})
+    assert early_answers.acquire(timeout=LONG)
+    assert (finished(other_run)[0] != 1.0).nonzero().tolist() == [[0, 3]]
+    failed = {0: ("internal", "the server failed on a call of processor P: its log has the details")}
+    assert faults(finished(run)[1]) == failed
+    executor.ensure(broken)
+    with stopped(pidfd_of(broken)), stopped(pidfd_of(other)):
+        run, other_run = promise(broken, {"ids": [1]}), promise(other, {"ids": [2]})
+        run.provide(torch.ones(1, VOCAB))
+        logits = torch.ones(1, VOCAB)
+        other_run.provide(logits)
+    assert other_run.finish().faults == {}
+    assert (logits != 1.0).nonzero().tolist() == [[0, 2]]
+    assert faults(run.finish()) == failed
 
 
 def test_call_of_an_aborted_step(
@@ -296,3 +316,26 @@ def test_executor_ends_while_calls_are_promised(executor: SandboxExecutor, promi
     run = promise(processor, {"ids": [1]})
     executor.close()
     assert faults(finished(run)[1]) == {0: ("crash", "processor P was unloaded")}
+
+
+@pytest.mark.parametrize("part", ["decode_edits", "apply_edits"])
+def test_work_on_the_edits_counts_as_time_of_the_call(
+    executor: SandboxExecutor, promise: Promise, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Its sandbox decides how much that is, and may send the same bytes again and again."""
+    owner: Any = Sandbox if part == "decode_edits" else sandbox_run
+    function = getattr(owner, part)
+
+    def slow(*args: Any) -> Any:
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+        return function(*args)
+
+    processor = executor.load(source(FORBIDS))
+    finished(promise(processor, {"ids": [1]}))  # the first call has a deadline of its own
+    monkeypatch.setattr(owner, part, slow)
+    outcome = finished(promise(processor, {"ids": [1]}))[1]
+    assert outcome.faults == {}
+    assert outcome.occupied >= 0.2
+    assert outcome.charged >= 0.2

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from logitship.sampler.edits.logit_edits import EditLog
+from logitship.sampler.processors.executor import CollectEdits, RunOutcome
 from logitship.server.plugins.plugin_processors import PluginProcessors
 from logitship.server.sglang import hooks
 from logitship.server.sglang.forward_step import ForwardStep
@@ -16,7 +19,7 @@ from logitship.server.sglang.scheduled_request import find_scheduled, scheduled
 from logitship.server.sglang.step_processors import StepProcessors
 from tests.helpers.random_cases import random_seeds
 
-from ..vllm.early_executor import EarlyExecutor  # noqa: TID252
+from ..vllm.early_executor import EarlyExecutor, EarlyRun  # noqa: TID252
 from .conftest import MakeReq, NewSteps
 from .fake_scheduler import VOCAB_SIZE, FakeReq, FakeScheduler
 
@@ -239,3 +242,56 @@ def test_repeated_token_has_its_first_log_probabilities(seed: int, steps: StepPr
         assert [values for _, values, _ in req.logprobs] == [pytest.approx(each) for each in highest.values.tolist()]
         assert [indices[0] for _, _, indices in req.logprobs] == list(range(2, 14))
         assert all(indices[1] != indices[0] for _, _, indices in req.logprobs)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_stop_while_a_call_whose_rows_depend_on_each_other_waits_ends_only_its_request(
+    seed: int, early_executor: EarlyExecutor, steps: StepProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call has ended before its logits exist. Its edits let each row have a logit of the row before it."""
+    early_executor.share = 1.0
+    num_rows = []
+
+    def finish(run: EarlyRun, collect: CollectEdits | None = None) -> RunOutcome:
+        log = EditLog(len(run._edited), VOCAB_SIZE)
+        first = [row * VOCAB_SIZE for row in range(log.num_rows)]
+        saved = log.save(first)
+        log.restore([*first[1:], first[0]], saved)
+        for row, added in enumerate(run._edited):
+            log.edit_rows([row], "+", added.numpy())
+        num_rows.append(log.num_rows)
+        assert collect is not None
+        collect(range(log.num_rows), log.edits)
+        early_executor.unfinished.remove(run)
+        return run._outcome
+
+    monkeypatch.setattr(EarlyRun, "needs_logits", lambda run: False)
+    monkeypatch.setattr(EarlyRun, "finish", finish)
+    rng = random.Random(seed)
+    expected: dict[FakeReq, list[int]] = {}
+    for number in range(16):
+        tokens, first = rng.randint(1, 12), rng.randint(2, 40)
+        req = make_req(str(number), tokens=12, first=first)
+        req.stops_at = tokens
+        expected[req] = list(range(first, first + tokens))
+    FakeScheduler(seed, steps, overlap=True, delayed=True).run(*expected)
+    assert {req.rid: req.visible for req in expected} == {req.rid: tokens for req, tokens in expected.items()}
+    assert max(num_rows) > 1
+
+
+def test_error_of_the_server_in_a_call_ends_its_rows_alone(
+    early_executor: EarlyExecutor, steps: StepProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    early_executor.share = 1.0
+    finish = EarlyRun.finish
+
+    def failing(run: EarlyRun, *args: Any) -> RunOutcome:
+        if run._edited[0, 20] == 0.0:
+            raise KeyError("an error of the server")
+        return finish(run, *args)
+
+    monkeypatch.setattr(EarlyRun, "finish", failing)
+    broken, other = make_req("broken", first=20), make_req("other", first=30, own=1)
+    FakeScheduler(0, steps, overlap=False).run(broken, other)
+    assert broken.finished_reason.message.startswith("ProcessorFault: the server failed on a call of processor")
+    assert other.visible == list(range(30, 38))

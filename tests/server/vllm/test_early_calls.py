@@ -16,7 +16,7 @@ from logitship.server.vllm.shipped_batch import ShippedBatch
 from logitship.server.vllm.vllm_processors import VllmProcessors
 
 from .conftest import MakeBatch
-from .early_executor import EarlyExecutor
+from .early_executor import EarlyExecutor, EarlyRun
 from .fake_runner import FAULT_TOKEN, VOCAB_SIZE, OneRank, Record, Runner, add_to_row_0, is_ended
 
 RequestOf = Callable[..., Record]
@@ -200,3 +200,21 @@ def test_other_ranks_begin_no_calls(model: ModelView, runner: Runner, request_of
     runner.waiting = [request_of("a")]
     plan(runner, batch, a=3)
     assert batch._running == {}
+
+
+def test_error_of_the_server_in_a_call_ends_its_rows_alone(
+    runner: Runner, batch: ShippedBatch, request_of: RequestOf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish = EarlyRun.finish
+
+    def failing(run: EarlyRun, *args: Any) -> Any:
+        if run._edited[0, 20] == 0.0:
+            raise KeyError("an error of the server")
+        return finish(run, *args)
+
+    monkeypatch.setattr(EarlyRun, "finish", failing)
+    runner.waiting = [request_of("a", first=20, fails_at=9), request_of("b", first=30)]
+    logits = plan(runner, batch, a=3, b=3)
+    sample(runner, batch, logits)
+    assert is_ended(logits[:1])
+    assert logits[1].argmax() == 30

@@ -1,0 +1,128 @@
+"""Calls of groups whose failure is a fault of the group's rows alone.
+
+What comes back from a processor is data of a client. If the server fails on it, which is an error of the server, a step
+must not end the requests of others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from logitship.client.errors import ProcessorFault
+
+from .executor import LocalGroup, RunOutcome
+
+if TYPE_CHECKING:
+    import torch
+
+    from .executor import CollectEdits, LoadedProcessor, Run
+    from .processor_groups import ProcessorGroup
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+
+def attempt(processor: LoadedProcessor, function: Callable[[], T]) -> T | ProcessorFault:
+    """Call a function that uses what a client or a processor sent.
+
+    Returns:
+        Its result; a fault of the kind `internal` if it raises, which is logged.
+    """
+    try:
+        return function()
+    # Whatever it raises, the rows of other processors go on.
+    except Exception as error:  # noqa: BLE001  # boundary: engine thread
+        return internal_fault(processor.name, processor.digest, error)
+
+
+def internal_fault(name: str, digest: str, error: Exception) -> ProcessorFault:
+    """Log an exception that the server raised on a call of a processor. Return the fault of the call's rows."""
+    logger.error("the server failed on a call of processor %s (%s)", name, digest, exc_info=error)
+    message = f"the server failed on a call of processor {name}: its log has the details"
+    return ProcessorFault(message, digest=digest, name=name, kind="internal")
+
+
+def promise(group: ProcessorGroup) -> Run | None:
+    """Begin a call of a group before its logits exist, see `ExecutorGroup.promise`."""
+    executor_group = group.executor_group
+    return None if isinstance(executor_group, LocalGroup) else _guarded(group, executor_group.promise)
+
+
+def begin(group: ProcessorGroup, logits: torch.Tensor, spent: float) -> Run:
+    """Begin a call of a group that runs elsewhere, see `ExecutorGroup.begin`."""
+    executor_group = group.executor_group
+    assert not isinstance(executor_group, LocalGroup)
+    run = _guarded(group, lambda: executor_group.begin(logits, spent))
+    assert run is not None
+    return run
+
+
+def call(group: ProcessorGroup, logits: torch.Tensor) -> RunOutcome:
+    """Call the processor of a group, and wait until the call has ended, see `LocalGroup.call`."""
+    outcome = attempt(group.processor, lambda: group.executor_group.call(logits))
+    return failed(group, outcome) if isinstance(outcome, ProcessorFault) else outcome
+
+
+def failed(group: ProcessorGroup, fault: ProcessorFault) -> RunOutcome:
+    """Return the outcome of a call with a fault of all rows."""
+    return RunOutcome(0.0, dict.fromkeys(range(len(group.rows)), fault))
+
+
+def _guarded(group: ProcessorGroup, function: Callable[[], Run | None]) -> Run | None:
+    run = attempt(group.processor, function)
+    return None if run is None else GuardedRun(group, run)
+
+
+class GuardedRun:
+    """A `Run` that raises nothing: if the server fails in it, it has ended, with a fault of all rows.
+
+    Args:
+        group: the rows of the call.
+        run: the call; a fault if it could not begin.
+    """
+
+    def __init__(self, group: ProcessorGroup, run: Run | ProcessorFault) -> None:
+        self._group = group
+        self._run = run
+
+    def _attempt(self, function: Callable[[Run], T], after_failure: T) -> T:
+        """Call a function with the run. Return `after_failure` if it fails now, or has failed before."""
+        run = self._run
+        if isinstance(run, ProcessorFault):
+            return after_failure
+        result = attempt(self._group.processor, lambda: function(run))
+        if isinstance(result, ProcessorFault):
+            self._run = result
+            return after_failure
+        return result
+
+    def needs_logits(self) -> bool:
+        """See `Run.needs_logits`."""
+        return self._attempt(lambda run: run.needs_logits(), False)
+
+    def provide(self, logits: torch.Tensor) -> None:
+        """See `Run.provide`."""
+        self._attempt(lambda run: run.provide(logits), None)
+
+    def wait(self, timeout: float) -> bool:
+        """See `Run.wait`."""
+        return self._attempt(lambda run: run.wait(timeout), True)
+
+    def lower_priority(self) -> None:
+        """See `Run.lower_priority`."""
+        self._attempt(lambda run: run.lower_priority(), None)
+
+    def defer(self, logits: torch.Tensor) -> None:
+        """See `Run.defer`."""
+        self._attempt(lambda run: run.defer(logits), None)
+
+    def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
+        """See `Run.finish`."""
+        outcome = self._attempt(lambda run: run.finish(collect), None)
+        if outcome is None:
+            assert isinstance(self._run, ProcessorFault)
+            return failed(self._group, self._run)
+        return outcome
