@@ -294,6 +294,29 @@ def test_answer_on_which_the_server_fails_ends_its_rows_alone(
     assert faults(run.finish()) == failed
 
 
+@pytest.mark.parametrize("part", ["decode_edits", "apply_edits"])
+def test_work_on_the_edits_counts_as_time_of_the_call(
+    executor: SandboxExecutor, promise: Promise, monkeypatch: pytest.MonkeyPatch, part: str
+) -> None:
+    """Its sandbox decides how much that is, and may send the same bytes again and again."""
+    owner: Any = Sandbox if part == "decode_edits" else sandbox_run
+    function = getattr(owner, part)
+
+    def slow(*args: Any) -> Any:
+        end = time.thread_time() + 0.2
+        while time.thread_time() < end:
+            pass
+        return function(*args)
+
+    processor = executor.load(source(FORBIDS))
+    finished(promise(processor, {"ids": [1]}))  # the first call has a deadline of its own
+    monkeypatch.setattr(owner, part, slow)
+    outcome = finished(promise(processor, {"ids": [1]}))[1]
+    assert outcome.faults == {}
+    assert outcome.occupied >= 0.2
+    assert outcome.charged >= 0.2
+
+
 def test_call_of_an_aborted_step(
     executor: SandboxExecutor, promise: Promise, caller: Caller, early_answers: threading.Semaphore
 ) -> None:
@@ -316,26 +339,3 @@ def test_executor_ends_while_calls_are_promised(executor: SandboxExecutor, promi
     run = promise(processor, {"ids": [1]})
     executor.close()
     assert faults(finished(run)[1]) == {0: ("crash", "processor P was unloaded")}
-
-
-@pytest.mark.parametrize("part", ["decode_edits", "apply_edits"])
-def test_work_on_the_edits_counts_as_time_of_the_call(
-    executor: SandboxExecutor, promise: Promise, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    """Its sandbox decides how much that is, and may send the same bytes again and again."""
-    owner: Any = Sandbox if part == "decode_edits" else sandbox_run
-    function = getattr(owner, part)
-
-    def slow(*args: Any) -> Any:
-        end = time.thread_time() + 0.2
-        while time.thread_time() < end:
-            pass
-        return function(*args)
-
-    processor = executor.load(source(FORBIDS))
-    finished(promise(processor, {"ids": [1]}))  # the first call has a deadline of its own
-    monkeypatch.setattr(owner, part, slow)
-    outcome = finished(promise(processor, {"ids": [1]}))[1]
-    assert outcome.faults == {}
-    assert outcome.occupied >= 0.2
-    assert outcome.charged >= 0.2
