@@ -131,7 +131,7 @@ for _name in REGISTRY:
         _kind[_name] = lambda generator, example=_processor.example: dict(example)
 ALL = MASKS | FORCING | PREFERENCES
 MIN_STEPS, MAX_STEPS = 60, 1000
-"""Steps of a random batch: as many as its test needs to see each case several times, which is seldom more than 100."""
+"""Steps of a random batch: as many as its test needs to see each case several times."""
 INSTANCES: dict[str, Any] = {name: REGISTRY.make(name) for name in ALL}
 
 

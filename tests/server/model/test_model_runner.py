@@ -156,7 +156,9 @@ def test_packed_steps_match_the_plain_model(seed: int, num_calls: int, model: Pr
     expected_of: dict[int, torch.Tensor] = {}
     computed: dict[int, int] = {}
     calls: set[int] = set()
-    for _ in range(25):
+    for step in range(1000):
+        if step >= 25 and num_calls in calls:  # nearly always after 25
+            break
         for slot in range(5):
             if slot in sequences and (computed[slot] == MAX_LEN or rng.random() < 0.1):
                 del sequences[slot], computed[slot]
