@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import copy
 import re
 from collections.abc import Sequence
@@ -217,6 +218,16 @@ class IncrementalDetokenizer:
             if not text.endswith(_REPLACEMENT):
                 self._read, self._emitted = len(self._ids) - pending, len(text)
                 return
+        # The text before it ends with a U+FFFD of its own, so that only the bytes tell them apart.
+        for pending in range(1, min(_MAX_PENDING_TOKENS, len(self._ids)) + 1):
+            if _is_incomplete(b"".join(self._bytes(token_id) for token_id in self._ids[-pending:])):
+                self._read = len(self._ids) - pending
+                self._emitted = len(self._decode(0, self._read))
+                return
+
+    def _bytes(self, token_id: int) -> bytes:
+        is_skipped = self._skip_special_tokens and self._tokenizer.is_special(token_id)
+        return b"" if is_skipped else self._tokenizer.token_bytes(token_id)
 
     def _decode(self, begin: int, end: int) -> str:
         return self._tokenizer.decode(
@@ -230,6 +241,14 @@ class IncrementalDetokenizer:
         self._begin, self._read = self._read, len(self._ids)
         self._emitted = len(self._decode(self._begin, self._read))
         return piece
+
+
+def _is_incomplete(data: bytes) -> bool:
+    """Return whether bytes are the beginning of one character of UTF-8."""
+    try:
+        return data != b"" and codecs.getincrementaldecoder("utf-8")().decode(data) == ""
+    except UnicodeDecodeError:
+        return False
 
 
 def _byte_level_alphabet() -> dict[str, int]:

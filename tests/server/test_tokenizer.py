@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -177,6 +178,15 @@ def test_special_tokens_inside_character(tokenizer: Tokenizer) -> None:
     assert pieces_of(detokenizer(tokenizer, []), ids) == ["", "", "", "", "", "", "€", ""]
 
 
+BEGINNINGS = {
+    chr(number).encode()[:length]
+    for number in range(0x80, sys.maxunicode + 1)
+    if not 0xD800 <= number < 0xE000
+    for length in range(1, len(chr(number).encode()))
+}
+"""Bytes that are incomplete characters."""
+
+
 def random_ids(rng: random.Random, tokenizer: Tokenizer, length: int) -> list[int]:
     """Return a mix of several scripts, invalid bytes, incomplete characters and special tokens."""
     ids: list[int] = []
@@ -190,6 +200,25 @@ def random_ids(rng: random.Random, tokenizer: Tokenizer, length: int) -> list[in
         else:
             ids.append(rng.randrange(4))
     return ids
+
+
+@pytest.mark.parametrize(
+    ("context", "expected"),
+    [
+        ([0xEF, 0xBF, 0xBD, 0xE2], "€x"),
+        ([0xFF, 0xFF, 0xFF, 0xE2], "€x"),
+        ([0xF0, 0x9F, 0xE6, 0xE2], "€x"),
+        ([0xEF, 0xBF, 0xBD, 0xE2, 0x82], "€x"),
+        ([0xEF, 0xBF, 0xBD, 0xFF], "x"),
+    ],
+)
+def test_character_that_the_prompt_begins_after_a_replacement_character(
+    context: list[int], expected: str, tokenizer: Tokenizer
+) -> None:
+    token_of = {tokenizer.token_bytes(token): token for token in range(4, 260)}
+    rest = b"x" if context[-1] == 0xFF else b"\xe2\x82\xacx".removeprefix(bytes(context[3:]))
+    prompt, output = ([token_of[bytes([byte])] for byte in data] for data in (context, rest))
+    assert "".join(pieces_of(detokenizer(tokenizer, prompt), output)) == expected
 
 
 @pytest.mark.parametrize("skip", [True, False])
@@ -209,6 +238,12 @@ def test_pieces_concatenate_to_the_decoded_text(seed: int, skip: bool, tokenizer
             shorter = tokenizer.decode(context[: len(context) - pending], skip_special_tokens=skip)
             if not shorter.endswith(REPLACEMENT):
                 known = shorter
+    # After other U+FFFDs, it is one if it could still become a character.
+    for pending in range(1, min(3, len(context)) + 1):
+        tail = [token for token in context[-pending:] if not (skip and tokenizer.is_special(token))]
+        if known == decoded(0) and b"".join(map(tokenizer.token_bytes, tail)) in BEGINNINGS:
+            known = tokenizer.decode(context[: len(context) - pending], skip_special_tokens=skip)
+            break
     whole = decoded(len(ids))
     emitted = known
     for count, token in enumerate(ids, 1):
