@@ -149,7 +149,7 @@ def add_distribution(folder: Path) -> None:
     metadata = folder / "logitship-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: logitship\nVersion: 0\n")
-    entry_point = "logitship = logitship.server.sglang.sglang_plugin:load"
+    entry_point = "logitship = logitship_sglang:load"
     (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{entry_point}\n")
 
 

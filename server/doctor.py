@@ -9,6 +9,7 @@ import httpx
 from logitship.client.http.error_responses import parse_error_body
 from logitship.client.http.sglang_handshake import NOT_ENABLED, PROBE_BODY, TOKENS_REFUSED, SglangPlugin
 from logitship.client.http.transport import client_headers
+from logitship_sglang import REFUSES_ALL
 
 TIMEOUT = 30.0
 """Seconds. The server may be busy."""
@@ -22,11 +23,13 @@ class Diagnosis:
         version: SGLang's version; None if the server does not say.
         plugin: the reply of logitship's plugin; None if it is not there.
         takes_processors: the server accepts processors with requests.
+        is_broken: the plugin is there, but could not be installed completely, and refuses all processors.
     """
 
     version: str | None
     plugin: SglangPlugin | None
     takes_processors: bool
+    is_broken: bool = False
 
     @property
     def is_safe(self) -> bool:
@@ -34,11 +37,19 @@ class Diagnosis:
         return self.plugin is not None or not self.takes_processors
 
     @property
+    def _plugin_state(self) -> str:
+        if self.is_broken:
+            return "could not be installed"
+        return "does not run" if self.plugin is None else "runs"
+
+    @property
     def text(self) -> str:
         """The report, a few lines."""
         lines = [f"SGLang:             {self.version or 'unknown version'}"]
         lines.append(f"custom processors:  {'accepted' if self.takes_processors else 'refused'}")
-        lines.append(f"logitship's plugin: {'runs' if self.plugin is not None else 'does not run'}")
+        lines.append(f"logitship's plugin: {self._plugin_state}")
+        if self.is_broken:
+            lines.append("It refuses all processors. The server's log says why, after 'logitship cannot run'.")
         if self.plugin is not None and self.plugin.speculates:
             lines.append("The server decodes speculatively: it refuses requests with processors.")
         if self.is_safe:
@@ -66,9 +77,10 @@ def diagnose(http: httpx.Client) -> Diagnosis:
     message = "" if error is None else error.message
     plugin = SglangPlugin.from_message(message)
     takes_processors = plugin is not None or TOKENS_REFUSED in message
-    if not takes_processors and NOT_ENABLED not in message:
+    is_broken = REFUSES_ALL in message
+    if not takes_processors and not is_broken and NOT_ENABLED not in message:
         raise httpx.HTTPError("the server answered 400 without a message that SGLang has for it")
-    return Diagnosis(_version(http), plugin, takes_processors)
+    return Diagnosis(_version(http), plugin, takes_processors, is_broken)
 
 
 def _json(answer: httpx.Response) -> object:

@@ -51,8 +51,9 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 def package_files(tree: Path) -> dict[str, bytes]:
-    """Path in the wheel -> content, of the import root and the four folders."""
+    """Path in the wheel -> content, of the import root, the four folders, and the module for SGLang beside them."""
     files = {f"logitship/{path.name}": path for path in (tree / "src" / "logitship").iterdir() if path.is_file()}
+    files["logitship_sglang.py"] = tree / "src" / "logitship_sglang.py"
     for folder in FOLDERS:
         for path in (tree / folder).rglob("*"):
             if path.is_file():
@@ -74,8 +75,9 @@ def test_wheel_contains_exactly_the_tree(tree: Path, wheel: Path) -> None:
     assert {f"logitship/{folder}/__init__.py" for folder in FOLDERS} <= set(package)
 
 
-def test_wheel_has_one_top_level_name(wheel: Path) -> None:
-    assert {name.split("/")[0].split("-")[0] for name in contents(wheel)} == {"logitship"}
+def test_wheel_has_no_common_top_level_name(wheel: Path) -> None:
+    names = {name.split("/")[0].split("-")[0] for name in contents(wheel)}
+    assert names == {"logitship", "logitship_sglang.py"}
 
 
 def test_plain_install_requires_only_what_the_client_needs(wheel: Path) -> None:

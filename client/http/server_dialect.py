@@ -21,6 +21,7 @@ from logitship.client.errors import (
     NotFoundError,
     ProcessorSerializationError,
 )
+from logitship_sglang import REFUSES_ALL
 
 from .http_requests import HttpRequest, get
 from .sglang_handshake import NOT_ENABLED, PROBE_BODY, SglangPlugin
@@ -180,12 +181,18 @@ def _parse_plugin(response: bytes | APIStatusError) -> PluginInfo:
 
 
 def _parse_sglang_plugin(response: bytes | APIStatusError, address: str) -> bool:
-    """Return whether the plugin replied. Warn if it did not, and the server would unpickle a processor."""
+    """Return whether the plugin replied. Warn if it did not, and the server would unpickle a processor.
+
+    Raises:
+        APIStatusError: the plugin could not be installed and refuses all processors, or the server did not answer.
+    """
     if isinstance(response, BadRequestError):
         if SglangPlugin.from_message(response.message) is not None:
             return True
         if NOT_ENABLED in response.message:
             return False
+        if REFUSES_ALL in response.message:
+            raise response
     elif isinstance(response, APIStatusError):
         raise response
     # Python shows a text once, whatever the server: so it has the address.

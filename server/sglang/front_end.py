@@ -16,6 +16,7 @@ from logitship.client.serialization.processor_string import InstalledProcessor, 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.plugins.plugin_processors import PluginProcessors, for_admission
 from logitship.server.requests.messages import ProcessorRequest
+from logitship_sglang import logger
 
 from .generate_fields import (
     BEAM_SEARCH,
@@ -25,7 +26,6 @@ from .generate_fields import (
     uses_beam_search,
     with_params,
 )
-from .refusal import logger
 from .sglang_settings import SglangSettings
 
 NUM_LOADS = 4

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from logitship.server.plugins.plugin_processors import for_execution
+from logitship_sglang import GENERATE, logger
 
 from .draft_tree import MaskThenEdit, read_trees
 from .forward_step import ForwardStep
@@ -17,7 +18,6 @@ from .front_end import FrontEnd
 from .generate_fields import only_forbids
 from .hook_target import HookTarget, apply_hooks
 from .receipt_info import RECEIPTS, receipts_of, send_receipts
-from .refusal import GENERATE, logger
 from .sampling_ranks import sampling_ranks
 from .scheduled_request import ScheduledRequest, scheduled
 from .served_model import served_model

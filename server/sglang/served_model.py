@@ -6,8 +6,7 @@ from typing import Any
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.plugins.hf_tokenizer import load_tokenizer
-
-from .refusal import logger
+from logitship_sglang import logger
 
 
 def served_model(model_config: Any, arguments: Any) -> ModelView:

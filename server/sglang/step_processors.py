@@ -32,12 +32,12 @@ from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.server.plugins.plugin_processors import PluginProcessors
+from logitship_sglang import logger
 
 from .draft_tree import DraftTree
 from .finish_abort import abort, abort_message
 from .forward_step import ForwardStep
 from .generate_fields import BEAM_SEARCH, admitted_string, read_fields, sampling_params_of
-from .refusal import logger
 from .sampling_ranks import EndedRows, SamplingRanks
 from .scheduled_request import SampledRow, ScheduledRequest, has_ended
 from .sglang_settings import SglangSettings

@@ -18,9 +18,7 @@ import httpx
 ROOT = Path(__file__).parents[2]
 
 
-def add_distribution(
-    folder: Path, name: str = "logitship", plugin: str = "logitship.server.sglang.sglang_plugin:load"
-) -> None:
+def add_distribution(folder: Path, name: str = "logitship", plugin: str = "logitship_sglang:load") -> None:
     """Write what `pip install` writes, for a package with a plugin of SGLang that is found by `PYTHONPATH`."""
     metadata = folder / f"{name}-0.dist-info"
     metadata.mkdir()

@@ -655,3 +655,27 @@ def test_stock_sglang_unpickles_and_dies(stock: SglangServer) -> None:
         with pytest.raises(TransportError, match=r"disconnected|refused|reset|closed"):
             generate(client, processor=CountsCalls, params={})
     assert not stock.is_alive()
+
+
+def test_broken_installation_refuses_processors(
+    tmp_path: Path, sglang_python: Path, model_folder: Path, folders: list[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A logitship whose package cannot be imported: nothing is unpickled, and `logitship doctor` says so."""
+    (tmp_path / "logitship").mkdir()
+    (tmp_path / "logitship" / "__init__.py").write_text("import a_missing_dependency")
+    package = Path(__file__).parents[2] / "src"
+    environment = {
+        "LOGITSHIP_TEST_AUDIT": str(tmp_path / "audit"),
+        "PYTHONPATH": os.pathsep.join(map(str, [tmp_path, package, *folders])),
+    }
+    with sglang_serve(sglang_python, model_folder, folders, environment) as server:
+        assert "No module named 'a_missing_dependency'" in server.text
+        for options in ({}, {"return_sampling_mask": True}):
+            body = {"text": PROMPT, "custom_logit_processor": LOADS, "sampling_params": {"max_new_tokens": 3}} | options
+            refused = httpx.post(f"{server.url}/generate", json=body, timeout=60)
+            assert refused.status_code == 400
+            assert "logitship refuses custom logit processors" in refused.text
+        assert server.is_alive()
+        assert not [name for name in audited(server) if name.startswith(("fractions.", "dill."))]
+        assert run_doctor_command(server.url, None) == 0
+        assert "logitship's plugin: could not be installed" in capsys.readouterr().out

@@ -98,3 +98,35 @@ def test_speculation_is_refused_where_processors_are_skipped(ran_before: Any) ->
     assert ran_before["drafts"].startswith(
         "logitship cannot run with speculative decoding (--speculative-config) before vLLM 0.33: it needs"
     )
+
+
+LOADED_BY_VLLM = """
+import importlib.abc, sys
+from vllm.v1.sample.logits_processor import _load_custom_logitsprocs
+from vllm.v1.worker.gpu.sample.logits_processor.loader import _load_v2_logitsprocs
+
+class Broken(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ImportError("a broken installation")
+
+sys.meta_path.insert(0, Broken())
+for load in (_load_custom_logitsprocs, _load_v2_logitsprocs):
+    try:
+        print("loaded", load(["logitship.server.vllm:LogitshipLogitsProcessor"]))
+    except (ImportError, RuntimeError) as error:
+        print("does not start:", error.__cause__ or error)
+"""
+
+
+@pytest.mark.parametrize("broken", ["httpx", "logitship.client", "logitship.server.vllm.params_validation", "orjson"])
+def test_vllm_does_not_start_with_a_broken_installation(broken: str, vllm_environment: Path) -> None:
+    """Neither model runner goes on without a plugin that it was told to load."""
+    done = subprocess.run(
+        [str(vllm_environment / "bin" / "python"), "-c", LOADED_BY_VLLM, broken],
+        env=os.environ | {"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines()[-2:] == ["does not start: a broken installation"] * 2

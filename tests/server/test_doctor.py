@@ -12,6 +12,7 @@ from logitship.client.http.sglang_handshake import NOT_ENABLED, PROBE_BODY, TOKE
 from logitship.server import cli, doctor
 from logitship.server.doctor import diagnose
 from logitship.server.http.app import create_app
+from logitship_sglang import NOT_RUN
 from tests.helpers.engine_requests import BuildEngine
 
 
@@ -33,6 +34,11 @@ def sglang(message: str, status: int = 400) -> Callable[[httpx.Request], httpx.R
         (SglangPlugin(speculates=False).to_message(), 0, "OK: no process"),
         (SglangPlugin(speculates=True).to_message(), 0, "decodes speculatively"),
         (f"The server is {NOT_ENABLED}. Please set …", 0, "custom processors:  refused"),
+        (
+            NOT_RUN,
+            0,
+            "logitship's plugin: could not be installed\nIt refuses all processors.",
+        ),
         ("max_new_tokens must be at least 0, got -1.", 1, "UNSAFE: this server unpickles processors"),
     ],
 )

@@ -27,6 +27,7 @@ from logitship.client.http.server_dialect import ServerKind
 from logitship.client.http.sglang_handshake import NOT_ENABLED, PROBE, PROBE_BODY, SglangPlugin
 from logitship.client.http.vllm_handshake import PluginInfo
 from logitship.client.processor import CustomLogitProcessor
+from logitship_sglang import NOT_RUN
 
 FAULT = 63
 OTHER_END_TOKEN = 62
@@ -175,6 +176,14 @@ def test_sglang_without_plugin_is_warned_about(call: AnyClient) -> None:
 def test_sglang_that_takes_no_processors_is_not_warned_about(call: AnyClient) -> None:
     server = FakeServer("sglang", plugin=False, refusal=f"The server is {NOT_ENABLED}. Please set …")
     assert call(server, ONE_OF_EACH[0])[0].text == "Hi"
+
+
+def test_sglang_whose_plugin_could_not_be_installed_says_so(call: AnyClient) -> None:
+    """Nothing is unpickled there, so there is nothing to warn about."""
+    server = FakeServer("sglang", plugin=False, refusal=NOT_RUN)
+    with pytest.raises(BadRequestError, match="its plugin could not be installed there: the server's log says why"):
+        call(server, ONE_OF_EACH[0])
+    assert server.paths == ["/v1/models", "/generate"]
 
 
 @pytest.mark.parametrize("plugin", [False, True])

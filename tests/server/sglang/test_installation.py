@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
+import os
+import subprocess
 import sys
+import tomllib
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -13,8 +18,7 @@ import pytest
 from logitship.server.sglang import installation
 from logitship.server.sglang.hook_target import HookTarget
 from logitship.server.sglang.hooks import TARGETS
-from logitship.server.sglang.refusal import GENERATE, NOT_RUN, ProcessorText
-from logitship.server.sglang.sglang_plugin import load
+from logitship_sglang import GENERATE, NOT_RUN, ProcessorText, load
 
 
 class FakeManager:
@@ -179,3 +183,87 @@ def test_difference_names_the_parameters(sglang: FakeSglang) -> None:
 
 def test_targets_have_different_paths() -> None:
     assert len({target.path for target in TARGETS}) == len(TARGETS) == 11
+
+
+ROOT = Path(__file__).parents[3]
+ENTRY_POINT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
+BROKEN = ["httpx", "logitship", "logitship.client", "logitship.server.sglang.hooks", "numpy", "orjson", "torch"]
+"""Modules that may be missing or broken in the environment of an engine."""
+LOADED_BY_SGLANG = """
+import asyncio, importlib.abc, logging, sys
+from importlib.metadata import EntryPoint
+from types import SimpleNamespace
+
+class Broken(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == sys.argv[1]:
+            raise ImportError("a broken installation")
+
+sys.meta_path.insert(0, Broken())
+try:  # as SGLang does in load_plugins
+    EntryPoint("logitship", sys.argv[2], "sglang.srt.plugins").load()()
+except Exception:
+    logging.exception("Failed to load plugin")
+
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling import custom_logit_processor
+
+async def generate(processor):
+    obj = SimpleNamespace(custom_logit_processor=processor)
+    return [each async for each in TokenizerManager().generate_request(obj)]
+
+unpickled = []
+try:
+    unpickled.append(custom_logit_processor.CustomLogitProcessor.from_str("text"))
+    unpickled.append(custom_logit_processor._cache_from_str("text"))
+except ValueError as error:
+    print(error)
+print([each for each in unpickled if each == "unpickled"], asyncio.run(generate(None)))
+try:
+    print(asyncio.run(generate("text")))
+except ValueError as error:
+    print(error)
+"""
+SGLANG_FILES = {
+    "sglang/srt/sampling/custom_logit_processor.py": """
+def _cache_from_str(json_str):
+    return "unpickled"
+
+class CustomLogitProcessor:
+    @classmethod
+    def from_str(cls, json_str):
+        return _cache_from_str(json_str)
+""",
+    "sglang/srt/managers/tokenizer_manager.py": """
+class TokenizerManager:
+    async def generate_request(self, obj, request=None):
+        yield "generated"
+""",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_nothing_is_unpickled_if_a_module_cannot_be_imported(broken: str, tmp_path: Path) -> None:
+    """SGLang logs the error and starts: nothing that logitship needs for running may be needed for refusing."""
+    for name, text in SGLANG_FILES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED_BY_SGLANG, broken, ENTRY_POINT["logitship"]],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "src"), str(tmp_path)])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.splitlines() == [NOT_RUN, "[] ['generated']", NOT_RUN]
+    assert "all of them are refused" in done.stderr
+    assert "a broken installation" in done.stderr
+
+
+def test_entry_point_needs_only_the_standard_library() -> None:
+    """Apart from what its functions import."""
+    module, _, _ = ENTRY_POINT["logitship"].partition(":")
+    body = ast.parse((ROOT / "src" / f"{module}.py").read_text()).body
+    imported = {each.module for each in body if isinstance(each, ast.ImportFrom)}
+    imported |= {alias.name for each in body if isinstance(each, ast.Import) for alias in each.names}
+    assert {str(name).split(".")[0] for name in imported} <= sys.stdlib_module_names

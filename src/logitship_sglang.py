@@ -1,6 +1,8 @@
-"""Refusal of shipped classes in SGLang: the replacement of `from_str`, which would unpickle them in the server.
+"""The entry point that SGLang calls in each of its processes, and the refusal to unpickle anything.
 
-Imports nothing but the standard library, so that it is there whatever else of logitship cannot be imported.
+SGLang logs what a plugin raises, and starts without it: then it unpickles the processors of its clients. So this module
+stands beside the package, whose `__init__` imports the client, and imports nothing but the standard library. It can be
+imported whatever else cannot, closes the door first, and only then imports the rest of the plugin.
 """
 
 from __future__ import annotations
@@ -15,15 +17,34 @@ from typing import Any
 logger = logging.getLogger("sglang.logitship")
 """The plugin's logger: a child of SGLang's."""
 
-NOT_RUN = (
-    "logitship refuses custom logit processors on this server, because it does not know this version of SGLang: "
-    "the server's log has the details"
-)
+REFUSES_ALL = "logitship refuses custom logit processors on this server"
+"""Start of `NOT_RUN`, by which clients recognize it."""
+NOT_RUN = f"{REFUSES_ALL}, because its plugin could not be installed there: the server's log says why"
 """Reason for clients when the plugin could not be installed completely."""
-
-
 GENERATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 """SGLang's function that every request passes first, in the front end."""
+
+
+def load() -> None:
+    """Install the plugin in this process of SGLang.
+
+    Raises:
+        SystemExit: processors can neither be run nor be refused. SGLang does not start.
+    """
+    try:
+        refuse_unpickling()
+        from logitship.server.sglang.installation import install
+
+        install()
+    except Exception:  # boundary: SGLang
+        logger.exception("logitship cannot run custom logit processors in this SGLang: all of them are refused")
+        try:
+            refuse_requests()
+        except Exception as error:  # boundary: SGLang
+            raise SystemExit(
+                f"logitship cannot keep this SGLang from unpickling custom logit processors: {error}. Uninstall "
+                "logitship, or leave it out of SGLANG_PLUGINS"
+            ) from error
 
 
 class ProcessorText:
