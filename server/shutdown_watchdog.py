@@ -39,7 +39,7 @@ class ShutdownWatchdog:
 
     def __init__(self, timeout: float, end: Callable[[], None] | None = None) -> None:
         self._timeout = timeout
-        self._end = end or end_process
+        self._end = end or ProcessEnd()
         self._deadline = float("inf")
         self._has_signal = False
         self._read, self._write = os.pipe()
@@ -92,18 +92,34 @@ class ShutdownWatchdog:
         return GRACE if is_second else self._timeout + GRACE
 
 
-def end_process() -> None:
-    """Kill the child processes, log it, and exit with status 1, without waiting for anything."""
-    for pid in _child_pids():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    message = "the shutdown takes too long: ending the process. These threads are still running: %s"
-    names = ", ".join(sorted(thread.name for thread in threading.enumerate()))
-    # In a thread, because the thread that hangs may hold the lock of the log.
-    log = threading.Thread(target=logger.error, args=(message, names), daemon=True)
-    log.start()
-    log.join(_LOG_TIMEOUT)
-    os._exit(1)
+class ProcessEnd:
+    """Ends the process with status 1, without waiting for anything.
+
+    Its thread writes the log line, because the thread that hangs may hold the lock of the log. It starts with this
+    object: Python 3.12 starts no thread while the interpreter shuts down.
+    """
+
+    def __init__(self) -> None:
+        self._is_due = threading.Event()
+        self._is_logged = threading.Event()
+        threading.Thread(target=self._log, name="logitship-last-log", daemon=True).start()
+
+    def __call__(self) -> None:
+        """Kill the child processes, log it, and exit."""
+        try:
+            for pid in _child_pids():
+                with contextlib.suppress(OSError):  # it has ended, or changed its user
+                    os.kill(pid, signal.SIGKILL)
+            self._is_due.set()
+            self._is_logged.wait(_LOG_TIMEOUT)
+        finally:
+            os._exit(1)
+
+    def _log(self) -> None:
+        self._is_due.wait()
+        names = ", ".join(sorted(thread.name for thread in threading.enumerate()))
+        logger.error("the shutdown takes too long: ending the process. These threads are still running: %s", names)
+        self._is_logged.set()
 
 
 def _child_pids() -> list[int]:

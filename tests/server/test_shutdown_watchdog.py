@@ -90,6 +90,12 @@ watchdog = ShutdownWatchdog(0.0)
 watchdog.watch_signals()
 signal.signal(signal.SIGTERM, lambda *_: None)
 ThreadPoolExecutor(thread_name_prefix="hangs").submit(threading.Event().wait)
+if "no thread starts" in sys.argv:  # as since Python 3.12 while the interpreter shuts down
+    def start(thread): raise RuntimeError("can't create new thread at interpreter shutdown")
+    threading.Thread.start = start
+if "child cannot be killed" in sys.argv:
+    def kill(pid, number): raise PermissionError
+    shutdown_watchdog.os.kill = kill
 print(child.pid, flush=True)
 # Python would wait for the thread at its exit.
 """
@@ -111,5 +117,25 @@ def test_real_process(log: str, monkeypatch: pytest.MonkeyPatch) -> None:
         ended, *_ = select.select([child], [], [], PATIENCE)
         assert ended == [child]
         os.close(child)
+    finally:
+        process.kill()
+
+
+@pytest.mark.parametrize("obstacle", ["no thread starts", "child cannot be killed"])
+def test_real_process_ends_whatever_fails(obstacle: str) -> None:
+    program = PROGRAM.replace("ShutdownWatchdog(0.0)", "ShutdownWatchdog(-8.0)")  # without the grace
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "log works", obstacle],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=PATIENCE)  # the child reads until its parent has ended
+        assert process.returncode == 1
+        assert "hangs_0" in errors
     finally:
         process.kill()
