@@ -30,10 +30,11 @@ from served import COMMAND, Server, listening
 from sglang_plugin import add_distribution
 from transformers import AutoTokenizer
 
+from logitship.client.serialization.processor_string import PYTHON
 from logitship.server.model.default_model import default_model_folder
 
 ROOT = Path(__file__).resolve().parents[1]
-STRINGS: dict[str, str] = json.loads((ROOT / "tests" / "data" / "sglang_strings.json").read_text())["strings"]
+STRINGS: dict[str, str] = json.loads((ROOT / "tests" / "data" / "sglang_strings.json").read_text())["strings"][PYTHON]
 """Processor strings that SGLang's own `to_str` made."""
 
 SIDES = ("SGLang", "SGLang with the plugin", "logitship", "vLLM with the plugin")

@@ -62,7 +62,7 @@ def load_class(
     if isinstance(runnable, PickledProcessor):
         cls = _check_class(_unpickle(runnable.payload, table, runnable.artifacts, runnable.listing))
     else:
-        cls = _check_class(_pick_class(_run_source(runnable, table), runnable.class_name))
+        cls = _check_class(_pick_class(_run_source(runnable, table, string.python), runnable.class_name))
     without_preparing(cls)
     return cls
 
@@ -176,12 +176,18 @@ def _check_pickle(payload: bytes) -> None:
         raise ProcessorLoadError(f"the processor's data {what}: {error}") from None
 
 
-def _run_source(string: SourceProcessor, names: ShippedNames) -> ModuleType:
-    """Execute the source as a module of its own."""
+def _run_source(string: SourceProcessor, names: ShippedNames, python: str | None = PYTHON) -> ModuleType:
+    """Execute the source as a module of its own.
+
+    Args:
+        string: the source.
+        names: what it gets for the names of other packages.
+        python: minor version that serialized it; None if unknown.
+    """
     module = ModuleType(f"logitship_processor_{next(_counter)}")
     vars(module).update(_captured(string, names), __builtins__=names.builtins)
     filename = f"<{module.__name__}>"
-    code = _compile(string.source, filename)
+    code = _compile(string.source, filename, python)
     # linecache lets tracebacks quote the source. The entry must not outlive the class.
     linecache.cache[filename] = (len(string.source), None, source_lines(string.source), filename)
     evict = weakref.finalize(module, linecache.cache.pop, filename, None)
@@ -199,13 +205,14 @@ def _run_source(string: SourceProcessor, names: ShippedNames) -> ModuleType:
     return module
 
 
-def _compile(source: str, filename: str) -> CodeType:
+def _compile(source: str, filename: str, python: str | None) -> CodeType:
     try:
         return compile(source, filename, "exec", dont_inherit=True)
-    except SyntaxError as error:
-        raise ProcessorLoadError(f"the source is not valid Python {PYTHON}: line {error.lineno}: {error.msg}") from None
-    except ValueError as error:
-        raise ProcessorLoadError(f"the source is not valid Python {PYTHON}: {error}") from None
+    except (SyntaxError, ValueError) as error:
+        reason = f"line {error.lineno}: {error.msg}" if isinstance(error, SyntaxError) else str(error)
+        if python not in (None, PYTHON):
+            reason += f". Python {python} serialized it: use no newer syntax than that of {PYTHON}"
+        raise ProcessorLoadError(f"the source is not valid Python {PYTHON}: {reason}") from None
 
 
 def _pick_class(module: ModuleType, name: str) -> Any:

@@ -26,12 +26,12 @@ from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.client.processor import CustomLogitProcessor
 from logitship.client.serialization import processor_string
 from logitship.client.serialization.loading import load_class
-from logitship.client.serialization.processor_string import PickledProcessor
+from logitship.client.serialization.processor_string import PYTHON, PickledProcessor
 from logitship.client.serialization.shipped_names import SGLANG_MODULE
 
 STRINGS: dict[str, str] = json.loads(
     (Path(__file__).parents[1] / "data" / "sglang_strings.json").read_text(encoding="utf-8")
-)["strings"]
+)["strings"][PYTHON]
 INSTALLED = [
     processor for name in installed_processors() if "_pickles_as" in vars(processor := installed_processors().get(name))
 ]

@@ -6,6 +6,7 @@ Run under the Python to record, which has dill, orjson and httpx, with the repos
 from __future__ import annotations
 
 import json
+import linecache
 import platform
 import sys
 import types
@@ -41,6 +42,93 @@ class Offset(CustomLogitProcessor):
             except KeyError:
                 logits[row] += self.base
         return logits
+
+
+NEWER_SYNTAX = {
+    "Compiled": (
+        (3, 11),
+        """
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+class Compiled(CustomLogitProcessor):
+    'Adds 6 to each logit, through statements that each version compiles in its own way.'
+
+    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
+        for row in logits:
+            row[:] = [value + self.amount(len(row)) for value in row]
+        return logits
+
+    def amount(self, size: int) -> float:
+        squares = {n: [n * m for m in range(n + 1)][-1] for n in range(3)}  # comprehensions: inlined since 3.12
+        try:
+            with self.opened() as opened:
+                match opened:
+                    case {"base": float(base)} if total := base + sum(squares.values()):
+                        raise ExceptionGroup("both", [ValueError(total - size), KeyError(size)])
+        except* ValueError as group:
+            found = [float(str(error)) for error in group.exceptions]
+        except* KeyError as group:
+            found += [each.args[0] for each in group.exceptions]
+        return sum(found)
+
+    @contextmanager
+    def opened(self) -> Iterator[dict[str, float]]:
+        def nested() -> float:
+            return sum((yield_ for yield_ in self.counted()), start=offset)
+
+        offset = -2.0
+        yield {"base": nested()}
+
+    def counted(self) -> Iterator[float]:
+        yield from (1.0, 2.0)
+""",
+    ),
+    "TypeParameters": (
+        (3, 12),
+        """
+class TypeParameters[T: float](CustomLogitProcessor):
+    type Names = dict[str, T]
+
+    def added[N](self, number: N) -> N:
+        names: TypeParameters.Names = {"a": number}
+        return float(f"{names["a"]}")
+
+    def __call__(self, logits, custom_param_list=None):
+        for row in logits:
+            row[:] = [value + self.added(6.0) for value in row]
+        return logits
+""",
+    ),
+    "TypeDefaults": (
+        (3, 13),
+        """
+class TypeDefaults[T = int](CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        for row in logits:
+            row[:] = [value + 6.0 for value in row]
+        return logits
+""",
+    ),
+}
+"""Classes that older versions cannot parse, with the first that can."""
+
+
+def newer_classes() -> list[Any]:
+    """Return the classes of `NEWER_SYNTAX` that this version can parse, as if each was in a file of its own."""
+    found = []
+    for name, (first, text) in NEWER_SYNTAX.items():
+        if sys.version_info[:2] >= first:
+            filename = f"{name}.py"
+            linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
+            module = types.ModuleType(name)
+            module.__file__ = filename
+            sys.modules[name] = module
+            vars(module)["CustomLogitProcessor"] = CustomLogitProcessor
+            exec(compile(text, filename, "exec"), vars(module))
+            found.append(getattr(module, name))
+    return found
 
 
 def stand_in() -> type:
@@ -91,5 +179,6 @@ class Looping(BASE):  # type: ignore[misc]
 
 if __name__ == "__main__":
     bare = {cls.__name__: json.dumps({"callable": dill.dumps(cls).hex()}) for cls in (ForceToken, Identity, Looping)}
-    ours = {"Offset": Offset.to_str()} if sys.version_info >= (3, 11) else {}
+    classes = [Offset, *newer_classes()] if CustomLogitProcessor is not object else []
+    ours = {cls.__name__: cls.to_str() for cls in classes}
     print(json.dumps({"python": platform.python_version(), "dill": dill.__version__, "bare": bare, "ours": ours}))

@@ -27,6 +27,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor, TransportError
+from logitship.client.serialization.processor_string import PYTHON
 from logitship.server.doctor import run_doctor_command
 from logitship.server.tokenizer import Tokenizer
 
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.timeout(1500)  # SGLang is installed on first use
 
 STRINGS: dict[str, str] = json.loads((Path(__file__).parents[1] / "data" / "sglang_strings.json").read_text())[
     "strings"
-]
+][PYTHON]
 PROMPT = "The quick brown fox"
 LONG_PROMPT = "one two three four five six seven eight nine ten " * 4
 """More tokens than are prefilled at once."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from logitship.client.serialization.processor_string import PYTHON
 from logitship.server.config import ServerConfig
 from logitship.server.engine.build import build_engine
 from logitship.server.http_server import running_server
@@ -20,7 +21,7 @@ from logitship.server.model.model_loader import LoadedModel
 
 STRINGS: dict[str, str] = json.loads((Path(__file__).parents[1] / "data" / "sglang_strings.json").read_text())[
     "strings"
-]
+][PYTHON]
 PROMPT = "The quick brown fox"
 THINKING = {
     # name: start of thinking, end of thinking, new line

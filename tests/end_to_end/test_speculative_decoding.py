@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor, parse
+from logitship.client.serialization.processor_string import PYTHON, InstalledProcessor, SourceProcessor, parse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.config import ServerConfig
 from logitship.server.engine import build
@@ -26,7 +26,7 @@ from logitship.server.speculation.ngram_speculation import NGramSpeculation
 
 STRINGS: dict[str, str] = json.loads((Path(__file__).parents[1] / "data" / "sglang_strings.json").read_text())[
     "strings"
-]
+][PYTHON]
 PROMPTS_EACH = int(os.environ.get("LOGITSHIP_PROMPTS_EACH", "1"))
 LENGTH = 16
 WORDS = ["the", "a", "red", "blue", "bird", "dog", "sings", "runs", "of", "and", "house", "old", "river", "says", "was"]

@@ -29,6 +29,7 @@ import pytest
 import torch
 
 from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor
+from logitship.client.serialization.processor_string import PYTHON
 from logitship.server.model.default_model import default_model_folder
 
 from .history_processors import CountsCalls, HashesHistory, history_token
@@ -36,7 +37,7 @@ from .history_processors import CountsCalls, HashesHistory, history_token
 pytestmark = pytest.mark.timeout(1500)  # vLLM is installed on first use
 
 ROOT = Path(__file__).parents[2]
-STRINGS: dict[str, str] = json.loads((ROOT / "tests" / "data" / "sglang_strings.json").read_text())["strings"]
+STRINGS: dict[str, str] = json.loads((ROOT / "tests" / "data" / "sglang_strings.json").read_text())["strings"][PYTHON]
 PROMPT = "The quick brown fox"
 LONG_PROMPT = "one two three four five six seven eight nine ten " * 12
 """More tokens than fit into one step."""

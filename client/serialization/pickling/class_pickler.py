@@ -21,7 +21,7 @@ import pickle
 import sys
 import types
 from collections.abc import Iterable
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import dill._dill
 
@@ -32,7 +32,17 @@ from logitship.client.serialization.provenance import is_own_extension
 from .pickled_classes import save_class
 from .pickled_functions import save_cell, save_code, save_function
 from .pickled_modules import GlobalsProxy, ModulePickler, Namespace, save_globals_proxy, save_module, save_namespace
-from .reductions import RawBytes, ordered, reduce_type_variable, reduce_value, sentinel_name, unserializable_kind
+from .reductions import (
+    TYPE_PARAMETERS,
+    RawBytes,
+    TypeAliasType,
+    ordered,
+    reduce_type_alias,
+    reduce_type_parameter,
+    reduce_value,
+    sentinel_name,
+    unserializable_kind,
+)
 
 
 class _Root:
@@ -73,6 +83,7 @@ class ClassPickler(ModulePickler):
 
     def __init__(self, file: io.BytesIO, own_packages: Iterable[str] = (), *, artifact_size: int | None = None) -> None:
         super().__init__(file, own_packages)
+        self._aliases: set[int] = set()
         self.artifacts: dict[str, Artifact] = {}
         self._artifact_size = artifact_size
         self._canonical: dict[Any, Any] = {}
@@ -115,8 +126,16 @@ class ClassPickler(ModulePickler):
             raise self.refuse(obj, what)
         if name := sentinel_name(obj):
             return name
-        if isinstance(obj, TypeVar) and not self.is_by_name(obj):
-            return reduce_type_variable(obj)
+        if isinstance(obj, TYPE_PARAMETERS) and not self.is_by_name(obj):
+            return reduce_type_parameter(obj)
+        if isinstance(obj, TypeAliasType) and not self.is_by_name(obj):
+            if id(obj) in self._aliases:
+                raise self.refuse(obj, f"the type alias {obj.__name__}, which contains itself")
+            self._aliases.add(id(obj))
+            try:
+                return reduce_type_alias(obj)
+            except NameError as error:  # it is evaluated only now
+                raise self.refuse(obj, f"the type alias {obj.__name__}, of which the {error}") from error
         return reduce_value(obj)
 
     def persistent_id(self, obj: Any) -> Any:

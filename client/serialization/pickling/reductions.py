@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import types
+import typing
 import weakref
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, TypeVarTuple
 
 import dill._dill
 
@@ -55,14 +56,31 @@ def sentinel_name(obj: Any) -> str | None:
     return _SENTINELS.get(id(obj)) if type(obj).__module__ == "dataclasses" else None
 
 
-def reduce_type_variable(variable: TypeVar) -> Any:
-    """Recreate the type variable: pickle would send it as a name in the author's module."""
-    options: dict[str, Any] = {
-        "bound": variable.__bound__,
-        "covariant": variable.__covariant__,
-        "contravariant": variable.__contravariant__,
-    }
-    return functools.partial(TypeVar, variable.__name__, *variable.__constraints__, **options), ()
+TypeAliasType: Any = getattr(typing, "TypeAliasType", ())
+"""The type of `type X = ...`; before Python 3.12, an empty tuple of types."""
+TYPE_PARAMETERS = (TypeVar, ParamSpec, TypeVarTuple)
+
+
+def reduce_type_parameter(parameter: Any) -> Any:
+    """Recreate a type variable or the like: pickle would send it as a name in the author's module."""
+    constraints = getattr(parameter, "__constraints__", ())
+    options: dict[str, Any] = {}
+    if not isinstance(parameter, TypeVarTuple):
+        options["bound"] = parameter.__bound__
+        # Those in brackets, since Python 3.12, infer their variance.
+        for name in ("covariant", "contravariant", "infer_variance"):
+            if getattr(parameter, f"__{name}__", False):
+                options[name] = True
+    if hasattr(parameter, "has_default") and parameter.has_default():  # since Python 3.13
+        options["default"] = parameter.__default__
+    kind: Any = type(parameter)
+    return functools.partial(kind, parameter.__name__, *constraints, **options), ()
+
+
+def reduce_type_alias(alias: Any) -> Any:
+    """Recreate what `type X = ...` made, which pickle would send as a name in the author's module."""
+    options = {"type_params": alias.__type_params__}
+    return functools.partial(TypeAliasType, alias.__name__, alias.__value__, **options), ()
 
 
 def reduce_value(obj: Any) -> Any:

@@ -26,12 +26,7 @@ from logitship.client.serialization.shipped_names import SGLANG_MODULE
 from logitship.client.shipped_lines import line_of
 
 DATA = Path(__file__).parents[2] / "data"
-SGLANG = json.loads((DATA / "sglang_strings.json").read_text())["strings"]
-OTHER_PYTHONS = {
-    version: recorded
-    for version, recorded in json.loads((DATA / "other_python_strings.json").read_text()).items()
-    if version != PYTHON
-}
+SGLANG = json.loads((DATA / "sglang_strings.json").read_text())["strings"][PYTHON]
 BUILTINS = [name for name in SGLANG if name.endswith("Processor")]
 USERS = ["Boost", "Countdown", "ForceToken"]
 
@@ -161,26 +156,6 @@ def test_other_name_errors_are_not_explained() -> None:
 
 
 # --- other Python versions ---
-
-
-@pytest.mark.parametrize("version", OTHER_PYTHONS)
-def test_foreign_bytecode_without_source_is_refused(version: str) -> None:
-    for name in ("ForceToken", "Looping"):
-        with pytest.raises(ProcessorLoadError) as raised:
-            load(OTHER_PYTHONS[version]["bare"][name])
-        message = str(raised.value)
-        assert "Python 3.10 or older" in message if version == "3.10" else "another Python version" in message
-        assert f"this server runs Python {PYTHON}" in message
-
-
-@pytest.mark.parametrize("version", [version for version in OTHER_PYTHONS if version != "3.10"])
-def test_foreign_bytecode_falls_back_to_source(version: str) -> None:
-    text = OTHER_PYTHONS[version]["ours"]["Offset"]
-    string = parse(text)
-    assert isinstance(string, PickledProcessor)
-    assert string.python == version
-    result = instantiate(load(text))(torch.zeros(2, 2), [{"amount": 1.0}, {}])
-    assert result.tolist() == [[4.0, 4.0], [3.0, 3.0]]
 
 
 def test_error_names_both_python_versions() -> None:
