@@ -28,12 +28,11 @@ def _constant(name: str) -> Any:
     raise AttributeError(f"tests/conftest.py has no {name}")
 
 
-SLOW = [TESTS / path for path in _constant("SLOW")]
-FAST_SEEDS = _constant("FAST_SEEDS")
+LEFT_OUT = [TESTS / path for path in _constant("THOROUGH") + _constant("SLOW")]
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    return True if collection_path in SLOW else None
+    return True if collection_path in LEFT_OUT else None
 
 
 @pytest.hookimpl(wrapper=True)
@@ -52,8 +51,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _is_selected(item: pytest.Function) -> bool:
-    if item.get_closest_marker("slow") is not None or item.originalname in USE_TORCH_LATER:
-        return False
-    params = item.callspec.params if hasattr(item, "callspec") else {}
+    marks = {mark.name for mark in item.iter_markers()}
     fixtures = {"request", *item._fixtureinfo.name2fixturedefs}
-    return fixtures.issuperset(item.fixturenames) and params.get("seed", 0) < FAST_SEEDS
+    return (
+        marks.isdisjoint({"slow", "thorough"})
+        and item.originalname not in USE_TORCH_LATER
+        and fixtures.issuperset(item.fixturenames)
+    )

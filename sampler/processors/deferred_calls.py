@@ -24,7 +24,7 @@ from logitship.client.errors import ProcessorFault
 from logitship.sampler.trace import Snapshot, after_processor
 
 from .executor import Run, RunOutcome
-from .guarded_run import attempt
+from .internal_faults import attempt
 from .processor_groups import ProcessorGroup, ProcessorUse, StageKey
 
 _MAX_KNOWN = 1024

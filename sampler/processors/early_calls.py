@@ -37,7 +37,8 @@ from logitship.sampler.edits.row_selection import finite_tokens, is_row_wise, se
 
 from .deferred_calls import BEFORE_ALL, DeferredCall, DeferredCalls
 from .executor import CollectEdits, LoadedProcessor, Run, RunOutcome
-from .guarded_run import GuardedRun, attempt, promise
+from .guarded_run import GuardedRun, promise
+from .internal_faults import attempt
 from .processor_groups import GroupRow, GroupStage, ProcessorGroup, ProcessorUse
 
 MAX_WAIT = 0.01

@@ -20,7 +20,7 @@ from logitship.sampler.edits.edit_operations import num_touched
 from logitship.sampler.edits.merged_edits import apply_separately
 
 from .executor import LocalGroup
-from .guarded_run import internal_fault
+from .internal_faults import internal_fault
 
 if TYPE_CHECKING:
     from logitship.client.errors import ProcessorFault

@@ -27,6 +27,7 @@ from . import guarded_run
 from .deferred_calls import BEFORE_ALL, DeferredCall, DeferredCalls, SavedRow
 from .early_calls import EarlyCalls
 from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, LogitsUse, Run, RunOutcome
+from .internal_faults import attempt
 from .processor_groups import (
     GroupRow,
     GroupStage,
@@ -171,7 +172,7 @@ class ShippedProcessors(LogitsProcessor):
         for processor, pairs in trusted.items():
             began = time.perf_counter()
             rows, tokens = [member.executor_row for member in pairs], [*pairs.values()]
-            fault = guarded_run.attempt(processor, partial(processor.executor.restrict, processor, rows, tokens))
+            fault = attempt(processor, partial(processor.executor.restrict, processor, rows, tokens))
             if fault is not None:
                 for each in tokens:
                     each.leave_open()
@@ -438,7 +439,7 @@ class ShippedProcessors(LogitsProcessor):
             outcome: result of the call.
             logits: logits of the stage, with all edits.
         """
-        fault = guarded_run.attempt(group.processor, partial(self._take, group, outcome, logits))
+        fault = attempt(group.processor, partial(self._take, group, outcome, logits))
         if fault is not None:
             self._faults |= dict.fromkeys(group.rows, fault)
 

@@ -27,7 +27,7 @@ from logitship.sampler.processors.executor import (
     LogitsUse,
     RunOutcome,
 )
-from logitship.sampler.processors.guarded_run import internal_fault
+from logitship.sampler.processors.internal_faults import internal_fault
 from logitship.sampler.sampling_params import SANDBOXED_FIELDS
 
 from .call_exchange import AnswerReceiver

@@ -65,14 +65,14 @@ def reduce_type_parameter(parameter: Any) -> Any:
     """Recreate a type variable or the like: pickle would send it as a name in the author's module."""
     constraints = getattr(parameter, "__constraints__", ())
     options: dict[str, Any] = {}
+    if hasattr(parameter, "has_default") and parameter.has_default():  # since Python 3.13
+        options["default"] = parameter.__default__
     if not isinstance(parameter, TypeVarTuple):
         options["bound"] = parameter.__bound__
         # Those in brackets, since Python 3.12, infer their variance.
         for name in ("covariant", "contravariant", "infer_variance"):
             if getattr(parameter, f"__{name}__", False):
                 options[name] = True
-    if hasattr(parameter, "has_default") and parameter.has_default():  # since Python 3.13
-        options["default"] = parameter.__default__
     kind: Any = type(parameter)
     return functools.partial(kind, parameter.__name__, *constraints, **options), ()
 
