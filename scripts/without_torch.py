@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.coroutines import pytest_pyfunc_call as pytest_pyfunc_call
+
 TESTS = Path(__file__).parents[1] / "tests"
 NEEDS_TORCH = re.compile("No module named '(torch|transformers|tokenizers)")
 USE_TORCH_LATER = frozenset({"test_model_view_with_several_end_tokens", "test_server_names_are_imported_on_first_use"})

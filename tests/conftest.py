@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import re
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.tokenizer import Tokenizer
-from tests.helpers.coroutines import run
+from tests.helpers.coroutines import pytest_pyfunc_call as pytest_pyfunc_call
 from tests.helpers.engine_requests import BuildEngine
 
 # How long an example takes depends on what else the machine does.
@@ -158,15 +157,6 @@ def _runs_thorough(config: pytest.Config) -> bool:
     """Return whether thorough tests run: with `--all`, and if the command line names a path below this folder."""
     paths = [config.invocation_params.dir / argument.split("::")[0] for argument in config.args]
     return bool(config.getoption("--all")) or any(HERE in path.resolve().parents for path in paths)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in a new event loop."""
-    if not inspect.iscoroutinefunction(pyfuncitem.obj):
-        return None
-    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
-    return True
 
 
 @pytest.hookimpl(wrapper=True)
