@@ -378,6 +378,7 @@ def test_checker_reports_the_reason(model: ModelView) -> None:
 # --- failures of the machine, and tenants ---
 
 
+@pytest.mark.usefixtures("ctrl_c_interrupts")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGABRT])
 def test_failure_that_may_be_the_machines_is_not_remembered(
     number: signal.Signals, model: ModelView, monkeypatch: pytest.MonkeyPatch

@@ -375,6 +375,7 @@ return logits + 1
 """
 
 
+@pytest.mark.thorough  # the spinners and the others share a core for as long as a deadline
 def test_spinners_do_not_end_an_honest_processor(zygote: ZygoteProcess, model: ModelView) -> None:
     """It needs less than half of its CPU time, but on a core that it shares with spinners, more than that by the clock.
 

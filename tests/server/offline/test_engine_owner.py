@@ -67,7 +67,7 @@ def test_batch_processor_runs_for_all_prompts(loaded_model: LoadedModel, monkeyp
 def test_program_without_shutdown_exits(tmp_path: Path) -> None:
     """Exit during a request, with an `LLM` in a reference cycle that is freed at interpreter exit."""
     program = """
-        import asyncio, contextlib, importlib.util, threading
+        import asyncio, contextlib, importlib.util, sys, threading
 
         from logitship import LLM, AsyncLLM, SamplingParams
         from logitship.server.config import ServerConfig
@@ -75,6 +75,7 @@ def test_program_without_shutdown_exits(tmp_path: Path) -> None:
         from logitship.server.model.model_loader import LoadedModel
         from logitship.server.tokenizer import Tokenizer
 
+        sys.path.insert(0, ".")
         spec = importlib.util.spec_from_file_location("tiny", "tests/conftest.py")
         tiny = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(tiny)
