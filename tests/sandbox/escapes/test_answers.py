@@ -158,7 +158,8 @@ class P(CustomLogitProcessor):
     processor = sandboxed.load(sandboxed.source(nothing, frame))
     report = sandboxed.call(processor)
     assert report.kinds == ["crash"]
-    assert "closed its connection: its process was killed" in report.faults[0]
+    # Python 3.13 crashes without its files, before it can be killed.
+    assert re.search("closed its connection: its process was killed|ended its process: SIGSEGV", report.faults[0])
     assert sandboxed.has_ended(processor)
 
 

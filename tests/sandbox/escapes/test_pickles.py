@@ -52,7 +52,7 @@ PAYLOADS: dict[str, tuple[Callable[[Any], bytes], str]] = {
     # description: the pickle, and the client's error message
     "os.system": (lambda w: pickle.dumps(Call(os.system, command(w))), "the processor is not a class but int"),
     "os.system of another module": (
-        lambda w: by_name("linecache", "os.system", command(w)),
+        lambda w: by_name("shutil", "os.system", command(w)),
         "the processor is not a class but int",
     ),
     "subprocess": (lambda w: pickle.dumps(Call(subprocess.Popen, command(w).split())), REFUSED),
