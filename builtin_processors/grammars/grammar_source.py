@@ -18,7 +18,7 @@ from logitship.builtin_processors.params import shown
 
 from .exclusive_schemas import has_exclusive_branches
 from .schema_adaptation import adapt
-from .schema_recursion import check_recursion
+from .schema_recursion import without_endless_references
 from .schema_simplification import simplified
 
 
@@ -43,9 +43,8 @@ def json_value(schema: dict[str, Any] | bool | str, whitespace_pattern: str | No
         raise ValueError("no JSON matches the schema false")
     if value is not True and not isinstance(value, dict):
         raise ValueError(f"expected an object or true, got {shown(value)}")
-    check_recursion(value)
     try:
-        value = simplified(value)
+        value = simplified(without_endless_references(value))
     except RecursionError:
         raise ValueError("it nests too deeply") from None
     if value is False:

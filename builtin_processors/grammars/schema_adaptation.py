@@ -34,6 +34,8 @@ _SCHEMAS = (
 """Keywords whose values are a schema or a list of schemas."""
 _OBJECT_KEYWORDS = ("properties", "patternProperties", "additionalProperties", "required")
 _COUNTS = ("minProperties", "maxProperties")
+_OPENING = ("patternProperties", "additionalProperties", "unevaluatedProperties", *_COUNTS)
+"""Keywords that ask for other keys than those of `properties`, or exclude them by themselves."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _MAX_EXACT = 1 << 53
 """All integers up to it are exact as 64-bit floats."""
@@ -83,6 +85,8 @@ class _Adaptation:
         self._references: set[str] = set()
         self._merged: set[int] = set()
         """Schemas that are merged with others. What is closed there, or reordered, would restrict the others."""
+        self._merging: set[int] = set()
+        """Schemas with which others are merged. What is closed there restricts the result."""
         self._find_targets(root)
         self._find_merged(root, is_schema=True)
 
@@ -99,7 +103,10 @@ class _Adaptation:
         if isinstance(value, Mapping) and (is_schema or id(value) in self._targets):
             num_groups = len(list(self._applied(value))) + any(name in value for name in _OBJECT_KEYWORDS)
             if num_groups > 1:
-                self._mark_merged(value, is_schema=True)
+                self._merging.add(id(value))
+                for is_part, part in self._below(value, True):
+                    self._mark_merged(part, is_schema=is_part)
+                self._mark_target(value)
 
     def _mark_merged(self, value: Any, *, is_schema: bool) -> None:
         """Mark a schema and all that is in it, because what two schemas say of one property is merged, too."""
@@ -108,6 +115,9 @@ class _Adaptation:
         self._merged.add(id(value))
         for is_part, part in self._below(value, is_schema):
             self._mark_merged(part, is_schema=is_part)
+        self._mark_target(value)
+
+    def _mark_target(self, value: Any) -> None:
         if isinstance(value, Mapping) and isinstance(target := value.get("$ref"), str):
             self._mark_merged(resolved_reference(self._root, target), is_schema=True)
 
@@ -145,13 +155,35 @@ class _Adaptation:
             return {key: self.schema(_joined(path, key), part, is_schema=False) for key, part in value.items()}
         self._check_numbers(path, value)
         adapted = {key: self._keyword(_joined(path, key), key, part) for key, part in value.items()}
-        if isinstance(value.get("properties"), Mapping) and id(value) not in self._merged:
+        if id(value) in self._merging - self._merged:
+            self._close_merged(adapted, value)
+        elif isinstance(value.get("properties"), Mapping) and id(value) not in self._merged:
             is_referred_to = any(each.startswith(f"{path}/properties/") for each in self._references)
             _close(adapted, may_move=not is_referred_to)
         self.needs_u |= _NEEDS_U_IN_PATTERN.search(str(adapted.get("pattern"))) is not None
         self.compares_texts |= "pattern" in adapted or "patternProperties" in adapted
         self.compares_texts |= bool(adapted.get("properties")) and adapted.get("additionalProperties") is not False
         return adapted
+
+    def _close_merged(self, adapted: dict[str, Any], schema: Mapping[str, Any]) -> None:
+        """Exclude keys of objects that none of the schemas that are merged names, in place, unless one of them does."""
+        parts = list(self._merged_parts(schema, set()))
+        if any(name in part for part in parts for name in _OPENING):
+            return  # llguidance merges what they say
+        named = [part["properties"] for part in parts if isinstance(part.get("properties"), Mapping)]
+        required = (name for part in parts for name in _list(part.get("required")) if _is_text(name))
+        if any(named):
+            names = dict.fromkeys([*(name for properties in named for name in properties), *required])
+            adapted["properties"] = {name: {} for name in names} | (adapted.get("properties") or {})
+            adapted["additionalProperties"] = False
+
+    def _merged_parts(self, schema: Any, visited: set[int]) -> Iterator[Mapping[str, Any]]:
+        if isinstance(schema, Mapping) and id(schema) not in visited:
+            visited.add(id(schema))
+            yield schema
+            for group in self._applied(schema):
+                for part in group:
+                    yield from self._merged_parts(part, visited)
 
     def _keyword(self, path: str, key: str, value: Any) -> Any:
         if key in _VALUES:

@@ -1,6 +1,6 @@
-"""Finds infinitely recursive JSON schemas, which no text matches.
+"""Finds infinitely recursive parts of JSON schemas, which no text matches.
 
-llguidance accepts some of these, and the output would nest forever; of the others it only says `NoExtensionBias`.
+llguidance lets some of these begin, and the output would nest forever; of others it only says `NoExtensionBias`.
 """
 
 from __future__ import annotations
@@ -13,19 +13,21 @@ _MAX_VISITS = 100_000
 """Schemas to visit at most, some 0.1 seconds. Larger ones are not examined."""
 
 
-def check_recursion(schema: Any) -> None:
-    """Refuse an infinitely recursive schema.
+def without_endless_references(schema: Any) -> Any:
+    """Return an equivalent of a schema, with `false` in place of references to what no text matches.
 
     Raises:
-        ValueError: no text matches it; says where it refers to itself.
+        ValueError: no text matches the schema itself; says where it refers to itself.
     """
+    recursion = _Recursion(schema)
     try:
-        found = _Recursion(schema).endless_reference()
+        endless = recursion.endless_targets()
     except (SchemaTooLarge, RecursionError):
-        return
-    if found is not None:
+        return schema
+    if "#" in endless and (found := recursion.endless_reference()) is not None:
         at, target = found
         raise ValueError(f"no text matches it: infinite recursion: {at} refers back to {target}")
+    return _without(schema, endless) if endless else schema
 
 
 def resolved_reference(schema: Any, target: str) -> Any:
@@ -61,15 +63,19 @@ class _Recursion:
         self._satisfiable: set[str] = set()
         """Targets of references that some text matches, as far as they are known."""
 
-    def endless_reference(self) -> tuple[str, str] | None:
-        """Return the place of an infinitely recursive reference, and its target; None if there is none."""
+    def endless_targets(self) -> set[str]:
+        """Return the targets of references that no text matches."""
         targets = {"#", *self._targets(self._schema)}
         found = True
         while found:  # a target may need another one that was found in this pass
             new = {each for each in targets - self._satisfiable if self._is_satisfiable(self._resolved(each))}
             self._satisfiable |= new
             found = bool(new)
-        return None if "#" in self._satisfiable else self._endless("#", self._schema, set())
+        return targets - self._satisfiable
+
+    def endless_reference(self) -> tuple[str, str] | None:
+        """Return the place of a reference without an end, and its target, after `endless_targets`."""
+        return self._endless("#", self._schema, set())
 
     def _endless(self, at: str, schema: Any, passed: set[str]) -> tuple[str, str] | None:
         """Follow parts that no text matches to a reference that was passed before."""
@@ -116,6 +122,17 @@ class _Reference:
 
     def __init__(self, target: str) -> None:
         self.target = target
+
+
+def _without(value: Any, endless: set[str]) -> Any:
+    if isinstance(value, list):
+        return [_without(part, endless) for part in value]
+    if not isinstance(value, Mapping):
+        return value
+    target = value.get("$ref")
+    if isinstance(target, str) and target in endless:
+        return False
+    return {key: _without(part, endless) for key, part in value.items()}
 
 
 def _needed(schema: Any) -> Iterator[Sequence[tuple[str, Any]]]:

@@ -117,6 +117,17 @@ def test_control_character_that_needs_an_escape(tokens: LLTokenizer) -> None:
         (OPTIONAL | {"unevaluatedProperties": True}, ['{"start": 2, "x": [], "end": 1}'], ['{"start": "']),
         (OPEN, ['{"y": "", "end": 2, "x": "", "start": 1}', "{}"], ['{"end": "', '{"x": 1']),
         (OPEN | {"required": ["start"]}, ['{"start": 1, "x": "", "end": 1}'], ['{"x', '{"e', '{"start": 1, "start"']),
+        ({"allOf": [OPTIONAL, {"properties": {"x": INTEGER}}]}, ['{"start": 2, "x": 1}'], ['{"x": 1, "e', '{"y']),
+        (
+            {
+                "$ref": "#/$defs/base",
+                "$defs": {"base": OPTIONAL},
+                "anyOf": [{"properties": {"x": INTEGER}, "required": ["x"]}, {"properties": {"y": INTEGER}}],
+            },
+            ['{"start": 2, "x": 1}', '{"end": 1, "y": 1}'],
+            ['{"start": 1, "e', '{"z'],
+        ),
+        ({"allOf": [OPTIONAL, {"additionalProperties": True}]}, ['{"start": 2, "z": 1}'], []),
         ({"properties": {}}, ['{"x": 1}'], []),
         ({"type": "object", "required": ["a"]}, ['{"a": 1, "x": 1}'], ['{"x']),
     ],
@@ -151,6 +162,24 @@ def test_merged_schemas_do_not_exclude_keys_of_each_other(
     tokens: LLTokenizer, schema: dict[str, Any], text: str
 ) -> None:
     assert accepts(tokens, from_json_schema(schema), text)
+
+
+LIST_OF_ITSELF = {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "object", "properties": {"x": INTEGER, "y": {"$ref": "#/properties/y"}}}, '{"x": 1}', '{"y'),
+        ({"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": LIST_OF_ITSELF}}, "null", "["),
+        ({"type": "array", "items": {"$ref": "#/$defs/a"}, "$defs": {"a": {"$ref": "#/$defs/a"}}}, "[]", "[1"),
+    ],
+    ids=str,
+)
+def test_nothing_begins_that_contains_itself(tokens: LLTokenizer, schema: dict[str, Any], good: str, bad: str) -> None:
+    grammar = from_json_schema(schema)
+    assert accepts(tokens, grammar, good)
+    assert not can_begin(tokens, grammar, bad)
 
 
 def test_adaptation_keeps_the_schema() -> None:
