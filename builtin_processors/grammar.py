@@ -224,10 +224,14 @@ class GrammarProcessor(BuiltinProcessor):
     def prepare(self, params: Mapping[str, Any] | None, model: ModelFacts) -> PreparedGrammar:
         """Compile the grammar, or get it from the cache."""
         read = super().prepare(params, model)
-        source = ""
+        source, subject = "", _DESCRIPTIONS[read.constraint]
         try:
             compiler = self._compiler_for(model)  # first, because it refuses unsupported tokenizers
             source = read.source(model, self._json_whitespace)
+            if read.whitespace_pattern:
+                white_space, subject = grammar_source.from_regex(read.whitespace_pattern), "whitespace_pattern"
+                compiler.compile(white_space)
+                subject = _DESCRIPTIONS[read.constraint]
             if read.choice is not None and read.tokenization == "usual":
                 texts = [compiler.usual_tokens(text) for text in dict.fromkeys(read.choice)]
                 usual = [tokens for tokens in texts if tokens is not None]
@@ -236,7 +240,7 @@ class GrammarProcessor(BuiltinProcessor):
             matcher = compiler.compile(source)
         except (ValueError, RecursionError) as error:
             reason = explained(error, source, is_generated=source.startswith(grammar_source.NO_FORCING))
-            raise ValueError(f"{_DESCRIPTIONS[read.constraint]} cannot be used: {reason}") from None
+            raise ValueError(f"{subject} cannot be used: {reason}") from None
         after = read.after or ()
         key = sha256(f"{after}{source}".encode()).hexdigest()
         return PreparedGrammar(f"grammar:{key}", matcher, after)

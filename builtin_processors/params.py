@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo
+from pydantic_core import ErrorDetails
 
 
 class ModelFacts(Protocol):
@@ -72,7 +74,7 @@ class ProcessorParams(BaseModel):
 
     @classmethod
     def _explained(cls, error: Any) -> str:
-        location, reason = error["loc"], error["msg"].removeprefix("Value error, ")
+        location, reason = error["loc"], plain_reason(error)
         if not location:
             return str(reason)
         name = str(location[0])
@@ -81,8 +83,27 @@ class ProcessorParams(BaseModel):
             # Not ignored: with a missing or misspelled parameter, a processor would silently do nothing.
             return f"{name}: missing from custom_params" + (f", expected {words}" if words else "")
         if error["type"] != "value_error":
-            reason = f"expected {words or reason}, got {shown(error['input'])}"
+            reason = f"{f'expected {words}' if words else reason}, got {shown(error['input'])}"
         return f"{name}: {reason}"
+
+
+_REASONS = {
+    "missing": "is missing",
+    "bool_type": "must be true or false",
+    "dict_type": "must be an object",
+    "float_type": "must be a number",
+    "int_type": "must be an integer",
+    "list_type": "must be a list",
+    "string_type": "must be a string",
+    "tuple_type": "must be a list",
+}
+"""The reasons of pydantic's errors in the words of JSON, by the error's type."""
+
+
+def plain_reason(error: ErrorDetails) -> str:
+    """Return the reason of an error of pydantic, in the words of the other messages."""
+    reason = error["msg"].removeprefix("Value error, ")
+    return _REASONS.get(error["type"], re.sub("^Input should be ", "must be ", reason))
 
 
 def model_of(info: ValidationInfo) -> ModelFacts:

@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from logitship.builtin_processors.params import shown
+from logitship.builtin_processors.params import plain_reason, shown
 
 MAX_CHARS = 500
 """Limit of `any_text`. Beyond that, llguidance would have to build too many expressions in a step."""
@@ -403,7 +403,7 @@ def _explained(error: ValidationError) -> str:
         case "extra_forbidden":
             reason = "unknown"
         case _:
-            reason = first["msg"].removeprefix("Value error, ")
+            reason = plain_reason(first)
     return f"{path}: {reason}" if path else reason
 
 

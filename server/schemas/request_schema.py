@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 from pydantic import ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo, model_validator
 
+from logitship.builtin_processors.params import plain_reason
 from logitship.sampler.sampling_params import MAX_TRACED, LogprobsMode
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import BeamSearch, EarlyStopping, beam_search_of
@@ -124,7 +125,7 @@ def parse_model(model: type[Model], data: object, at: str = "", ignored: Ignored
         return model.model_validate(data, context=ignored)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-    location, reason = first["loc"], first["msg"].removeprefix("Value error, ")
+    location, reason = first["loc"], plain_reason(first)
     cause = first.get("ctx", {}).get("error")
     if isinstance(cause, FieldError):
         location, reason = (*location, cause.field), cause.reason

@@ -220,10 +220,10 @@ def test_free_text_ends_before_a_choice_of_texts() -> None:
 
 REFUSED: list[tuple[Any, str]] = [
     ([], "expected an object"),
-    ({}, "format: Field required"),
+    ({}, "format: is missing"),
     ({"format": {}}, "format: expected a format"),
     ({"format": text("x"), "extra": 1}, "extra: unknown"),
-    ({"format": text("x"), "triggers": ["x"]}, "structures: Field required"),
+    ({"format": text("x"), "triggers": ["x"]}, "structures: is missing"),
     ({"structures": [], "triggers": ["x"]}, "structures: .*at least 1"),
     ({"structures": [{"begin": "x", "schema": {}, "end": ""}], "triggers": ["y"]}, "has 0 triggers"),
     (
@@ -232,13 +232,13 @@ REFUSED: list[tuple[Any, str]] = [
     ),
     (
         {"structures": [{"begin": "x", "schema": "3", "end": ""}], "triggers": ["x"]},
-        r"^structures\[0\].schema\S*: Input should be",
+        r"^structures\[0\].schema\S*: must be",
     ),
     (
         {"structures": [{"begin": "x", "schema": {}, "end": "e" * 1025}], "triggers": ["x"]},
         r"^structures\[0\].end: .*at most 1024",
     ),
-    (as_json({"type": "const_string", "value": 1}), r"format\.value: .*valid string"),
+    (as_json({"type": "const_string", "value": 1}), r"format\.value: must be a string"),
     (as_json({"type": "const_string", "value": "x", "excludes": []}), r"format\.excludes: unknown"),
     (as_json(text("\ud800")), "surrogate"),
     (as_json({"type": "any_tokens"}), "the format 'any_tokens' is not supported; known: const_string"),
@@ -268,7 +268,10 @@ REFUSED: list[tuple[Any, str]] = [
     (as_json(triggered("a", "ab", tags=[tag("abc", ANY, "b")])), "has 2 triggers"),
     (as_json(triggered("a", tags=[])), r"format\.tags: .*at least 1"),
     (as_json(triggered("a", tags=[tag({"type": "token", "token": 5}, ANY, "b")])), "with a text, not with a token"),
-    (as_json(triggered("a", tags=[tag("a", ANY, "b")], at_least_one=1)), r"format\.at_least_one: .*boolean"),
+    (
+        as_json(triggered("a", tags=[tag("a", ANY, "b")], at_least_one=1)),
+        r"format\.at_least_one: must be true or false",
+    ),
     (as_json(triggered("<to", tags=[tag("<tool>", ANY, "b")])), "ends within a token's text"),
     (as_json({"type": "repeat", "min": 3, "max": 2, "content": ANY}), "min is 3 and max is 2"),
     (as_json({"type": "dispatch", "rules": [["a", ANY], ["ab", ANY]]}), "'a' begins another one"),

@@ -122,6 +122,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "is set there too: leave one out",
     ),
     (GENERATE, {"text": "hello"}, "sampling_params.whitespace_pattern", "requires a constraint to JSON"),
+    (
+        COMPLETIONS,
+        {"prompt": "hello", "guided_json": {}, "whitespace_pattern": "("},
+        "guided_json",
+        "whitespace_pattern cannot be used: unclosed group: (",
+    ),
 ]
 
 

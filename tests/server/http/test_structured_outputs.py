@@ -190,7 +190,12 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "takes either format, or structures",
     ),
     (CHAT, {"response_format": {"type": "text", "format": CALL}}, "response_format.format", "requires type"),
-    (CHAT, {"response_format": {"type": "structural_tag", "format": [CALL]}}, "response_format.format", "dictionary"),
+    (
+        CHAT,
+        {"response_format": {"type": "structural_tag", "format": [CALL]}},
+        "response_format.format",
+        "must be an object",
+    ),
     (
         CHAT,
         {"response_format": {"type": "structural_tag", **LEGACY, "triggers": ["<g"]}},
@@ -232,13 +237,13 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         CHAT,
         {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
         "response_format.json_schema.schema",
-        "required",
+        "is missing",
     ),
     (
         CHAT,
         {"response_format": {"type": "json_schema", "json_schema": {"schema": {}}}},
         "response_format.json_schema.name",
-        "required",
+        "is missing",
     ),
     (
         CHAT,
@@ -284,7 +289,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         COMPLETIONS,
         {"structured_outputs": {"structural_tag": "{}"}},
         "structured_outputs.structural_tag",
-        "the structural tag cannot be used: format: Field required",
+        "the structural tag cannot be used: format: is missing",
     ),
     (COMPLETIONS, {"structured_outputs": {"structural_tag": {}}}, "structured_outputs.structural_tag", "string"),
     (GENERATE, {"sampling_params": {"structural_tag": "["}}, "sampling_params.structural_tag", "cannot be used"),

@@ -77,7 +77,7 @@ def test_sglang_names(llm: LLM, values: dict[str, Any]) -> None:
     [
         ({}, "structured_outputs: give exactly one"),
         ({"json": {}, "regex": "a"}, "structured_outputs: give exactly one"),
-        ({"regex": 5}, "structured_outputs.regex: Input should be a valid string"),
+        ({"regex": 5}, "structured_outputs.regex: must be a string"),
         ({"choice": "yes"}, "structured_outputs.choice: must be a list of strings"),
         ({"choice": 5}, "structured_outputs.choice: must be a list of strings"),
         ({"choice": {"yes": 1}}, "structured_outputs.choice: must be a list of strings"),
