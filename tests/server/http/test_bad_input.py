@@ -83,12 +83,12 @@ def _cases() -> Iterator[Case]:
         yield Case(CHAT, {param: value}, param, says=f"{param}: is not supported")
     # wrong types; nothing is converted
     for value in ("5", True, [1], {}):
-        yield from _sampling("temperature", value, says="valid number")
+        yield from _sampling("temperature", value, says="must be a number")
     for value in ("5", True, 1.5, 5.0, [5]):
-        yield from _sampling("top_k", value, says="valid integer")
+        yield from _sampling("top_k", value, says="must be an integer")
     yield Case(GENERATE, {"sampling_params": {"max_new_tokens": "5"}}, "sampling_params.max_new_tokens")
     yield from (Case(path, {"max_tokens": True}, "max_tokens") for path in (COMPLETIONS, CHAT))
-    yield from _everywhere("stream", 1, says="boolean")
+    yield from _everywhere("stream", 1, says="must be true or false")
     yield from _sampling("stop", 5, says="string")
     yield from _sampling("stop", ["a", None], says="string")
     yield from _sampling("stop", "", says="empty")
@@ -116,7 +116,7 @@ def _cases() -> Iterator[Case]:
     yield Case(GENERATE, {"text": None, "input_ids": [1, "2"]}, "input_ids")
     yield Case(GENERATE, {"text": None, "input_ids": [[1], [True]]}, "input_ids")
     yield Case(COMPLETIONS, {"prompt": [1, [2]]}, "prompt")
-    yield Case(COMPLETIONS, {"prompt": None}, "prompt", says="required")
+    yield Case(COMPLETIONS, {"prompt": None}, "prompt", says="is missing")
     yield Case(COMPLETIONS, {"logprobs": True}, "logprobs")
     yield Case(CHAT, {"logprobs": 5}, "logprobs")
     yield Case(CHAT, {"messages": "hello"}, "messages")

@@ -115,7 +115,7 @@ def test_same_prompt_as_the_chat(client: Any, engine: Any) -> None:
 @pytest.mark.parametrize(
     ("body", "param", "message"),
     [
-        ({}, "input", "required"),
+        ({}, "input", "is missing"),
         ({"input": []}, "input", "must not be empty"),
         ({"input": "a", "previous_response_id": "resp_1"}, "previous_response_id", "send the whole conversation"),
         ({"input": "a", "conversation": "conv_1"}, "conversation", "send the whole conversation"),

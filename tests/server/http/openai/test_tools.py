@@ -223,7 +223,7 @@ def defined_with(parameters: Any) -> dict[str, Any]:
     [
         ({"tool_choice": "some"}, "tool_choice", 'must be "none", "auto", "required", or an object'),
         ({"tool_choice": 5}, "tool_choice", 'must be "none", "auto", "required", or an object'),
-        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "required"),
+        ({"tool_choice": {"type": "function", "function": {}}}, "tool_choice.function.name", "is missing"),
         ({"tool_choice": {**NAMED, "x": 1}}, "tool_choice.x", "unknown field"),
         (called_with(5), "messages[1].tool_calls[0].function.arguments", "must be a JSON object, or its JSON text"),
         (called_with("x" * ((1 << 20) + 1)), "messages[1].tool_calls[0].function.arguments", "at most 1048576"),
