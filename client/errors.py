@@ -78,7 +78,8 @@ class ProcessorFault(ProcessorError):
         kind: the kind of fault. With or without a sandbox: `exception` (it raised), `bad_result` (it did not return a
             float tensor of the right shape), `non_finite` (its result has NaN, +inf, or a row that is all -inf),
             `uncopyable` (its state of a sequence cannot be copied, as beam search requires), `internal` (the server
-            failed on the call, which is not the processor's fault). In a sandbox also:
+            failed on the call, which is not the processor's fault), `too_slow` (inside vLLM and SGLang: its calls made
+            other requests wait for longer than the request's allowance). In a sandbox also:
             `deadline` (no response in time), `crash` (its process died: a signal, an exit, the memory limit),
             `cpu_time` (it used the CPU outside its calls), `protocol` (it violated the sandbox protocol), each of
             which ends the sandbox; and `load` (it had ended before the request's first step).

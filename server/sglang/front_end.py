@@ -14,8 +14,8 @@ from logitship.builtin_processors.sglang_names import INSTALLED_BY_REFERENCE
 from logitship.client.http.sglang_handshake import PROBE, SglangPlugin
 from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor
 from logitship.sampler.processors.request_view import ModelView
-from logitship.server.plugins.plugin_processors import PluginProcessors, for_admission
 from logitship.server.requests.messages import ProcessorRequest
+from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission
 from logitship_sglang import logger
 
 from .generate_fields import (

@@ -18,10 +18,10 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor, parse
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.plugins.plugin_processors import PROCESSORS, check_form, check_number
 from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.messages import AttachedProcessor, ProcessorRequest
+from logitship.server.runtime.plugin_processors import PROCESSORS, check_form, check_number
 
 FIELD = "custom_logit_processor"
 PARAMS = "custom_params"

@@ -9,27 +9,27 @@ from typing import Any
 
 import torch
 
-from logitship.server.plugins.plugin_processors import for_execution
+from logitship.server.runtime.plugin_processors import for_execution
+from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship_sglang import GENERATE, logger
 
-from .draft_tree import MaskThenEdit, read_trees
 from .forward_step import ForwardStep
 from .front_end import FrontEnd
 from .generate_fields import only_forbids
 from .hook_target import HookTarget, apply_hooks
 from .receipt_info import RECEIPTS, receipts_of, send_receipts
 from .sampling_ranks import sampling_ranks
-from .scheduled_request import ScheduledRequest, scheduled
 from .served_model import served_model
+from .sglang_seat import SglangSeat, scheduled
 from .sglang_settings import SglangSettings
-from .step_processors import StepProcessors
 from .unsupported import check_configuration, resolved_arguments, skips_processors
+from .verify_input import MaskThenEdit, read_trees
 
 Function = Callable[..., Any]
 
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 _FRONT_END = "_logitship_front_end"
-_steps: StepProcessors | None = None
+_steps: SglangSeat | None = None
 """Processors of this process, if it is a scheduler."""
 _begins_early = False
 """Calls may begin before the model computes."""
@@ -78,7 +78,7 @@ def make_steps(init: Function, scheduler: Any, server_args: Any, *args: Any, **k
     model = served_model(scheduler.model_config, arguments)
     ranks = sampling_ranks()
     processors = for_execution(settings, model, scheduler.max_running_requests, logger) if ranks.is_first else None
-    _steps = StepProcessors(settings, model, processors, ranks)
+    _steps = SglangSeat(settings, model, processors, ranks)
     # With overlap scheduling, the last tokens are not known before the next step begins, except on a CPU.
     _begins_early = not scheduler.enable_overlap or arguments.device == "cpu"
     scheduling = "overlap" if scheduler.enable_overlap else "normal"
@@ -139,7 +139,7 @@ def apply(
     _steps.apply(logits, _rows(sampling_batch_info), num_tokens_in_batch)
 
 
-def _rows(info: Any) -> dict[int, ScheduledRequest]:
+def _rows(info: Any) -> dict[int, TrackedRequest]:
     """Return the requests with processors, from SGLang's `SamplingBatchInfo`."""
     if not info.has_custom_logit_processor:
         return {}

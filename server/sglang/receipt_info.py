@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from .scheduled_request import find_scheduled
+from .sglang_seat import find_scheduled
 
 RECEIPTS = "receipts"
 """Their key in `meta_info`, as in logitship's own responses."""

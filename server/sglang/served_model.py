@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from logitship.sampler.processors.request_view import ModelView
-from logitship.server.plugins.hf_tokenizer import load_tokenizer
+from logitship.server.runtime.hf_tokenizer import load_tokenizer
 from logitship_sglang import logger
 
 

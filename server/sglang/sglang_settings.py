@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from logitship.server.plugins.plugin_settings import SHARED_READERS, PluginSettings
+from logitship.server.runtime.plugin_settings import SHARED_READERS, PluginSettings
 
 
 def _keys(text: str) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from .callers import SCHEDULED, find_caller_argument
 
 
 class BatchRequests:
-    """Reads the requests from the model runner. Implements `RunnerRequests`.
+    """Reads the requests from the model runner.
 
     Args:
         runner: vLLM's `GPUModelRunner`, or a class with the same attributes.

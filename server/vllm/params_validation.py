@@ -7,12 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from logitship.client.http.vllm_handshake import PluginInfo
+from logitship.sampler.processors.request_view import ModelView
+from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission
 
 from .callers import find_caller
-from .extra_args import asks_for_plugin_info, has_processors
+from .extra_args import asks_for_plugin_info, has_processors, read_processors, sampling_params
+from .log import logger
 from .model_view import fault_token, model_view
 from .settings import VllmSettings
-from .vllm_processors import VllmProcessors, for_admission
 
 
 @dataclass(frozen=True)
@@ -24,7 +26,9 @@ class _FrontEnd:
     """
 
     vllm_config: Any
-    processors: VllmProcessors
+    settings: VllmSettings
+    model: ModelView
+    processors: PluginProcessors
     fault_token: int
 
 
@@ -48,7 +52,12 @@ def admit(params: Any) -> None:
     front_end = _front_end()
     if asks:
         raise ValueError(PluginInfo(front_end.fault_token).to_message())
-    front_end.processors.release(front_end.processors.load(params, "admission"))
+    requested = read_processors(params.extra_args, front_end.settings.max_processor_size)
+    uses = front_end.processors.load(requested, "admission")
+    try:
+        sampling_params(params, uses, front_end.model.eos_token_ids)  # it raises for values that only vLLM accepts
+    finally:
+        front_end.processors.release(uses)
     stop_token_ids = params.stop_token_ids or []
     if front_end.fault_token not in stop_token_ids:
         params.stop_token_ids = [*stop_token_ids, front_end.fault_token]
@@ -61,7 +70,7 @@ def _front_end() -> _FrontEnd:
     config = caller.vllm_config
     with _lock:  # the first request of each model starts the sandboxes; others wait for that
         if id(config) not in _front_ends:
-            model = model_view(config)
-            processors = for_admission(VllmSettings.from_environment(), model)
-            _front_ends[id(config)] = _FrontEnd(config, processors, fault_token(model))
+            settings, model = VllmSettings.from_environment(), model_view(config)
+            processors = for_admission(settings, model, logger)
+            _front_ends[id(config)] = _FrontEnd(config, settings, model, processors, fault_token(model))
         return _front_ends[id(config)]

@@ -7,16 +7,17 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor  # pyright: ignore[reportMissingImports]
 
+from logitship.server.runtime.plugin_processors import for_execution
+
 from .batch_requests import BatchRequests, missing_attributes
+from .batch_seat import BatchSeat
 from .callers import find_caller
 from .log import logger
 from .model_view import fault_token, model_view
 from .params_validation import admit
 from .scheduling import begins_early
 from .settings import VllmSettings
-from .shipped_batch import ShippedBatch
 from .tensor_parallel import TensorParallelRanks
-from .vllm_processors import for_execution
 
 
 class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -43,10 +44,10 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
         ranks = TensorParallelRanks()
         # All ranks sample, and must sample the same: the first one runs the processors and broadcasts its rows.
         max_rows = vllm_config.scheduler_config.max_num_seqs
-        processors = for_execution(settings, model, max_rows) if ranks.is_first else None
+        processors = for_execution(settings, model, max_rows, logger) if ranks.is_first else None
         scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
         logger.info("logitship runs in model runner V1, with %s scheduling", scheduling)
-        self._batch = ShippedBatch(model, device, processors, requests, fault_token(model), ranks)
+        self._seat = BatchSeat(settings, model, processors, fault_token(model), ranks, requests)
         self._begins_early = begins_early(vllm_config)
 
     def is_argmax_invariant(self) -> bool:
@@ -55,13 +56,13 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Apply the changes of the batch, and begin calls that need nothing else. vLLM computes the logits next."""
-        self._batch.update_state(batch_update)
+        self._seat.update_state(batch_update)
         if self._begins_early:
-            self._batch.begin()
+            self._seat.begin()
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Edit `logits`, float32 [rows, vocab], in place."""
-        self._batch.apply(logits)
+        self._seat.apply(logits)
         return logits
 
 

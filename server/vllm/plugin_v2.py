@@ -14,17 +14,17 @@ from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[repo
     LogitsProcRequestState,
 )
 
+from logitship.server.runtime.plugin_processors import for_execution
+
 from .callers import SCHEDULED, find_caller, find_caller_argument
 from .extra_args import has_processors
+from .log import logger
 from .model_view import fault_token, model_view
 from .params_validation import admit
 from .scheduling import begins_early
 from .settings import VllmSettings
-from .shipped_batch import ShippedBatch
-from .slot_batch import SlotBatch
-from .slot_requests import SlotRequests
+from .slot_seat import SlotSeat
 from .tensor_parallel import TensorParallelRanks
-from .vllm_processors import for_execution
 
 _UNKNOWN = "logitship does not know the model runner of this vLLM: it knows those of 0.32 and 0.33"
 _SPECULATES_SINCE = Version("0.33")
@@ -59,11 +59,9 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         ranks = TensorParallelRanks()
         # All ranks of the last stage sample, and must sample the same: the first runs the processors and broadcasts.
         runs = ranks.is_first and self._runner.is_last_pp_rank
-        processors = for_execution(settings, model, req_states.max_num_reqs) if runs else None
-        requests = SlotRequests()
-        batch = ShippedBatch(model, req_states.device, processors, requests, fault_token(model), ranks)
+        processors = for_execution(settings, model, req_states.max_num_reqs, logger) if runs else None
         has_drafts = vllm_config.speculative_config is not None
-        self._slots = SlotBatch(req_states, requests, batch, reads=runs, has_drafts=has_drafts)
+        self._seat = SlotSeat(settings, model, processors, fault_token(model), ranks, req_states, has_drafts=has_drafts)
         # Which draft tokens were accepted is known on the device alone.
         self._begins_early = begins_early(vllm_config) and not has_drafts
 
@@ -71,15 +69,15 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         """Add a request that was given a slot. Return False if it has no processors."""
         req_id = self._runner.req_states.index_to_req_id[req_idx]
         holds_embeddings = has_processors(sampling_params) and _holds_embeddings(req_id)
-        return self._slots.add_request(req_idx, req_id, sampling_params, holds_embeddings=holds_embeddings)
+        return self._seat.add_request(req_idx, req_id, sampling_params, holds_embeddings=holds_embeddings)
 
     def apply_staged_writes(self) -> None:
         """Drop finished requests, and begin calls. vLLM calls this once a step, after it has added the new requests."""
         output = find_caller_argument(SCHEDULED)
         # The model runner frees the slots of preempted requests in the same way. Only this tells the two apart.
-        self._slots.remove_finished(output.finished_req_ids)
+        self._seat.remove_finished(output.finished_req_ids)
         if self._begins_early:
-            self._slots.begin(self._planned_rows(output))
+            self._seat.begin(self._planned_rows(output))
 
     def _planned_rows(self, output: Any) -> Iterator[tuple[int, int]]:
         """Yield slot and length of each row, as the model runner will arrange them."""
@@ -93,7 +91,7 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Edit `logits`, float32 [rows, vocab], in place."""
-        self._slots.apply(logits, ctx)
+        self._seat.apply(logits, ctx)
         return logits
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from logitship.server.plugins.plugin_settings import SHARED_READERS, PluginSettings, read_switch
+from logitship.server.runtime.plugin_settings import SHARED_READERS, PluginSettings, read_switch
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship.server.sglang.forward_step import ForwardStep
-from logitship.server.sglang.scheduled_request import ScheduledRequest, scheduled
-from logitship.server.sglang.step_processors import StepProcessors
+from logitship.server.sglang.sglang_seat import SglangSeat, scheduled
 
 VOCAB_SIZE = 64
 EOS = 1
@@ -91,7 +91,7 @@ class FakeScheduler:
         delayed: its tokens are sampled after that, as with a grammar in the batch.
     """
 
-    def __init__(self, seed: int, processors: StepProcessors, *, overlap: bool, delayed: bool = False) -> None:
+    def __init__(self, seed: int, processors: SglangSeat, *, overlap: bool, delayed: bool = False) -> None:
         self._random = random.Random(seed)
         self._processors = processors
         self._overlap = overlap
@@ -166,7 +166,7 @@ class FakeScheduler:
         self._results.append(result)
         return lambda: self._sample(result, rows, ForwardStep(forward))
 
-    def _sample(self, result: FakeSampled, rows: dict[int, ScheduledRequest], step: ForwardStep) -> None:
+    def _sample(self, result: FakeSampled, rows: dict[int, TrackedRequest], step: ForwardStep) -> None:
         logits = torch.full((len(result.reqs), VOCAB_SIZE), 0.0)
         logits[:, 5] = 1.0
         if rows:

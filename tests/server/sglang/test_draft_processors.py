@@ -12,12 +12,11 @@ from typing import TypeAlias
 import pytest
 import torch
 
-from logitship.server.plugins.plugin_processors import PluginProcessors
-from logitship.server.sglang.draft_tree import DraftTree
+from logitship.server.runtime.draft_tree import DraftTree
+from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.sglang.forward_step import ForwardStep
 from logitship.server.sglang.generate_fields import ADMITTED
-from logitship.server.sglang.scheduled_request import find_scheduled, scheduled
-from logitship.server.sglang.step_processors import StepProcessors
+from logitship.server.sglang.sglang_seat import SglangSeat, find_scheduled, scheduled
 from tests.helpers.random_cases import random_seeds
 
 from .conftest import MakeReq, NewSteps
@@ -76,7 +75,7 @@ def walk(tokens: Sequence[int], parents: Sequence[int], choices: Sequence[int]) 
 class FakeVerifier:
     """Fake of SGLang's steps with draft tokens."""
 
-    def __init__(self, steps: StepProcessors, draft: Draft, seed: int = 0) -> None:
+    def __init__(self, steps: SglangSeat, draft: Draft, seed: int = 0) -> None:
         self._steps = steps
         self._draft = draft
         self._random = random.Random(seed)
@@ -184,11 +183,11 @@ def test_histories_are_exact_behind_accepted_drafts(seed: int, new_steps: NewSte
     with steps.sampling(None):  # type: ignore[arg-type]  # a later step releases the last ones
         pass
     assert processors.in_use == 0
-    assert not steps._kept
-    assert not steps._shipped._members
+    assert not steps._runtime._kept
+    assert not steps._runtime._shipped._members
 
 
-def test_error_behind_a_rejected_draft_does_not_count(steps: StepProcessors, make_req: MakeReq) -> None:
+def test_error_behind_a_rejected_draft_does_not_count(steps: SglangSeat, make_req: MakeReq) -> None:
     req = make_req(tokens=6)
     req.custom_logit_processor = ADMITTED + json.dumps({"source": NOTES_TOKENS, "class_name": "NotesTokens"})
     FakeVerifier(steps, chain(9)).run(req)
@@ -198,7 +197,7 @@ def test_error_behind_a_rejected_draft_does_not_count(steps: StepProcessors, mak
 
 @pytest.mark.parametrize(("draft", "num_tokens"), [(CHOICE, 2), (9, 6)], ids=["accepted", "rejected"])
 def test_state_that_cannot_be_copied(
-    draft: int, num_tokens: int, steps: StepProcessors, processors: PluginProcessors, make_req: MakeReq
+    draft: int, num_tokens: int, steps: SglangSeat, processors: PluginProcessors, make_req: MakeReq
 ) -> None:
     """The request ends if the draft token is accepted, after that token."""
     req = make_req(tokens=6)
@@ -211,7 +210,7 @@ def test_state_that_cannot_be_copied(
     assert processors.in_use == 0
 
 
-def test_draft_that_ends_the_request_is_the_last_call(steps: StepProcessors, make_req: MakeReq) -> None:
+def test_draft_that_ends_the_request_is_the_last_call(steps: SglangSeat, make_req: MakeReq) -> None:
     """The processor would fail in the call after it."""
     req = make_req(tokens=9, first=2, fails_at=3)
     req.sampling_params.stop_token_ids = {4}
@@ -220,7 +219,7 @@ def test_draft_that_ends_the_request_is_the_last_call(steps: StepProcessors, mak
     assert req.visible == [2, 3, 4]
 
 
-def test_drafts_that_cannot_be_followed_end_the_request(steps: StepProcessors, make_req: MakeReq) -> None:
+def test_drafts_that_cannot_be_followed_end_the_request(steps: SglangSeat, make_req: MakeReq) -> None:
     req = make_req()
     logits = torch.zeros(4, VOCAB_SIZE)
     steps.apply_to_drafts(logits, {0: scheduled(req)}, None)
@@ -229,7 +228,7 @@ def test_drafts_that_cannot_be_followed_end_the_request(steps: StepProcessors, m
     assert not logits.any()
 
 
-def test_accepted_draft_without_a_call_ends_the_request(steps: StepProcessors, make_req: MakeReq) -> None:
+def test_accepted_draft_without_a_call_ends_the_request(steps: SglangSeat, make_req: MakeReq) -> None:
     """As with SGLang's simulated acceptance, which ignores the logits."""
     req = make_req(tokens=9)
     FakeVerifier(steps, chain())._prefill([req])
@@ -239,7 +238,7 @@ def test_accepted_draft_without_a_call_ends_the_request(steps: StepProcessors, m
     assert "behind which no processor was called" in req.to_finish.message
 
 
-def test_drafts_that_do_not_follow_the_output_end_the_request(steps: StepProcessors, make_req: MakeReq) -> None:
+def test_drafts_that_do_not_follow_the_output_end_the_request(steps: SglangSeat, make_req: MakeReq) -> None:
     req = make_req(tokens=9)
     FakeVerifier(steps, chain())._prefill([req])
     logits = torch.zeros(1, VOCAB_SIZE)

@@ -11,7 +11,7 @@ import pytest
 from logitship import CustomLogitProcessor
 from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
 from logitship.client.serialization.processor_string import InstalledProcessor
-from logitship.server.plugins.plugin_processors import MAX_PROCESSORS
+from logitship.server.runtime.plugin_processors import MAX_PROCESSORS
 from logitship.server.sglang.generate_fields import (
     ADMITTED,
     admitted_string,

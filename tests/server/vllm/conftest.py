@@ -8,24 +8,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 from logitship.sampler.processors.request_view import ModelView
+from logitship.server.runtime.plugin_processors import PluginProcessors, for_execution
 from logitship.server.vllm.batch_requests import BatchRequests
+from logitship.server.vllm.batch_seat import BatchSeat
+from logitship.server.vllm.log import logger
 from logitship.server.vllm.settings import VllmSettings
-from logitship.server.vllm.shipped_batch import ShippedBatch
-from logitship.server.vllm.vllm_processors import VllmProcessors, for_execution
 from tests.helpers.processors import CHECKS_HISTORY
 
 from .early_executor import EarlyExecutor
 from .fake_runner import EOS, FAULT_TOKEN, MAX_ROWS, VOCAB_SIZE, OneRank, Record, Runner
 
 MakeParams = Callable[..., Any]
-NewProcessors = Callable[[EarlyExecutor], VllmProcessors]
-MakeBatch = Callable[..., ShippedBatch]
+NewProcessors = Callable[[EarlyExecutor], PluginProcessors]
+MakeBatch = Callable[..., BatchSeat]
 
 
-SHIPPED_EXECUTOR = "logitship.server.plugins.plugin_processors.shipped_executor"
+SHIPPED_EXECUTOR = "logitship.server.runtime.plugin_processors.shipped_executor"
 
 
 @pytest.fixture
@@ -53,62 +53,63 @@ def settings() -> VllmSettings:
     return VllmSettings(enable_custom_logit_processor=True, processor_isolation="none")
 
 
+def fake_params(extra_args: dict[str, Any] | None = None, **fields: Any) -> Any:
+    """Return a fake of vLLM's `SamplingParams`."""
+    defaults: dict[str, Any] = {
+        "temperature": 0.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "frequency_penalty": 0.0,
+        "presence_penalty": 0.0,
+        "seed": None,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "stop": [],
+        "stop_token_ids": [],
+        "ignore_eos": False,
+        "include_stop_str_in_output": False,
+        "logit_bias": None,
+        "allowed_token_ids": None,
+        "bad_words": None,
+        "bad_words_token_ids": None,
+        "structured_outputs": None,
+        "skip_special_tokens": True,
+        "spaces_between_special_tokens": True,
+    }
+    return SimpleNamespace(**defaults | fields, extra_args=extra_args)
+
+
 @pytest.fixture
 def vllm_params() -> Callable[..., Any]:
     """Factory of fakes of vLLM's `SamplingParams`."""
-
-    def make(extra_args: dict[str, Any] | None = None, **fields: Any) -> Any:
-        defaults: dict[str, Any] = {
-            "temperature": 0.0,
-            "top_p": 1.0,
-            "top_k": 0,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-            "frequency_penalty": 0.0,
-            "presence_penalty": 0.0,
-            "seed": None,
-            "max_tokens": 16,
-            "min_tokens": 0,
-            "stop": [],
-            "stop_token_ids": [],
-            "ignore_eos": False,
-            "include_stop_str_in_output": False,
-            "logit_bias": None,
-            "allowed_token_ids": None,
-            "bad_words": None,
-            "bad_words_token_ids": None,
-            "structured_outputs": None,
-            "skip_special_tokens": True,
-            "spaces_between_special_tokens": True,
-        }
-        return SimpleNamespace(**defaults | fields, extra_args=extra_args)
-
-    return make
+    return fake_params
 
 
 @pytest.fixture
-def processors(settings: VllmSettings, model: ModelView) -> VllmProcessors:
-    return for_execution(settings, model, MAX_ROWS)
+def processors(settings: VllmSettings, model: ModelView) -> PluginProcessors:
+    return for_execution(settings, model, MAX_ROWS, logger)
 
 
 @pytest.fixture
 def new_processors(settings: VllmSettings, model: ModelView) -> NewProcessors:
     """Factory of processors that an executor of their own runs, for tests of several examples."""
 
-    def new(executor: EarlyExecutor) -> VllmProcessors:
+    def new(executor: EarlyExecutor) -> PluginProcessors:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(SHIPPED_EXECUTOR, lambda *args: executor)
-            return for_execution(settings, model, MAX_ROWS)
+            return for_execution(settings, model, MAX_ROWS, logger)
 
     return new
 
 
 @pytest.fixture
-def make_batch(model: ModelView, processors: VllmProcessors) -> MakeBatch:
+def make_batch(settings: VllmSettings, model: ModelView, processors: PluginProcessors) -> MakeBatch:
     """Factory of the plugin on a runner, with `processors` or with other ones."""
 
-    def make(runner: Runner, processors: VllmProcessors = processors) -> ShippedBatch:
-        return ShippedBatch(model, torch.device("cpu"), processors, BatchRequests(runner), FAULT_TOKEN, OneRank())
+    def make(runner: Runner, processors: PluginProcessors = processors) -> BatchSeat:
+        return BatchSeat(settings, model, processors, FAULT_TOKEN, OneRank(), BatchRequests(runner))
 
     return make
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from logitship.server.vllm.shipped_batch import ShippedBatch
+from logitship.server.vllm.batch_seat import BatchSeat
 
 VOCAB_SIZE = 64
 EOS = 1
@@ -29,6 +29,7 @@ class Direction(Enum):
 
 class OneRank:
     is_first = True
+    size = 1
 
     def broadcast(self, logits: torch.Tensor, rows: list[int]) -> None:
         """Do nothing: there is no other rank."""
@@ -86,7 +87,7 @@ class Runner:
         self.discard_request_mask = SimpleNamespace(np=np.zeros(MAX_ROWS, dtype=bool))
         self.finished: dict[str, list[int]] = {}
 
-    def step(self, batch: ShippedBatch) -> None:
+    def step(self, batch: BatchSeat) -> None:
         """Schedule and compute a step."""
         update = self._reschedule()
         self.input_batch.req_ids = [record.req_id for record in self.rows]
@@ -104,7 +105,7 @@ class Runner:
         }
         return {req_id: self.random.randint(1, count) if count > 1 else count for req_id, count in missing.items()}
 
-    def update_states(self, batch: ShippedBatch, update: Any, scheduler_output: Any) -> None:
+    def update_states(self, batch: BatchSeat, update: Any, scheduler_output: Any) -> None:
         """Call the plugin, which finds the plan as an argument of this method, and set the mask."""
         batch.update_state(update)
         if not self.is_async:
@@ -113,7 +114,7 @@ class Runner:
             record.computed += scheduler_output.num_scheduled_tokens[record.req_id]
             self.discard_request_mask.np[row] = record.computed < record.num_prompt_tokens + len(record.sampled)
 
-    def _sample(self, batch: ShippedBatch) -> None:
+    def _sample(self, batch: BatchSeat) -> None:
         logits = torch.stack([model(record) for record in self.rows]) if self.rows else torch.zeros(0, VOCAB_SIZE)
         before = logits.clone()
         batch.apply(logits)
@@ -187,7 +188,7 @@ def alone(record: Record) -> list[int]:
     return copy.sampled
 
 
-def add_to_row_0(runner: Runner, batch: ShippedBatch, record: Record) -> torch.Tensor:
+def add_to_row_0(runner: Runner, batch: BatchSeat, record: Record) -> torch.Tensor:
     """Add a request with a computed prompt to row 0, and return its logits, which are all 0."""
     runner.requests[record.req_id] = record
     runner.input_batch.req_ids = [record.req_id]
@@ -202,7 +203,7 @@ def is_ended(logits: torch.Tensor) -> bool:
     return logits[0].isfinite().nonzero().tolist() == [[FAULT_TOKEN]]
 
 
-def run(runner: Runner, batch: ShippedBatch, *records: Record) -> dict[str, list[int]]:
+def run(runner: Runner, batch: BatchSeat, *records: Record) -> dict[str, list[int]]:
     runner.waiting += records
     wanted = {record.req_id for record in records}
     for _ in range(5000):

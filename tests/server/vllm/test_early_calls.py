@@ -11,9 +11,10 @@ import torch
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
+from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.vllm.batch_requests import BatchRequests
-from logitship.server.vllm.shipped_batch import ShippedBatch
-from logitship.server.vllm.vllm_processors import VllmProcessors
+from logitship.server.vllm.batch_seat import BatchSeat
+from logitship.server.vllm.settings import VllmSettings
 
 from .conftest import MakeBatch
 from .early_executor import EarlyExecutor, EarlyRun
@@ -28,11 +29,11 @@ def runner() -> Runner:
 
 
 @pytest.fixture
-def batch(early_executor: EarlyExecutor, make_batch: MakeBatch, runner: Runner) -> ShippedBatch:
+def batch(early_executor: EarlyExecutor, make_batch: MakeBatch, runner: Runner) -> BatchSeat:
     return make_batch(runner)
 
 
-def plan(runner: Runner, batch: ShippedBatch, removed: list[int] | None = None, **counts: int) -> torch.Tensor:
+def plan(runner: Runner, batch: BatchSeat, removed: list[int] | None = None, **counts: int) -> torch.Tensor:
     """Plan a step that computes so many tokens of each request, and return its logits, which are all 0.
 
     The last rows can be removed before. Waiting requests get the next ones.
@@ -54,7 +55,7 @@ def plan(runner: Runner, batch: ShippedBatch, removed: list[int] | None = None, 
     return torch.zeros(len(runner.rows), VOCAB_SIZE)
 
 
-def sample(runner: Runner, batch: ShippedBatch, logits: torch.Tensor) -> list[int]:
+def sample(runner: Runner, batch: BatchSeat, logits: torch.Tensor) -> list[int]:
     """Run the processors, and append the tokens of rows that are not discarded."""
     batch.apply(logits)
     tokens: list[int] = logits.argmax(dim=-1).tolist()
@@ -66,7 +67,7 @@ def sample(runner: Runner, batch: ShippedBatch, logits: torch.Tensor) -> list[in
 
 
 def test_calls_begin_before_the_logits_exist(
-    runner: Runner, batch: ShippedBatch, request_of: RequestOf, early_executor: EarlyExecutor
+    runner: Runner, batch: BatchSeat, request_of: RequestOf, early_executor: EarlyExecutor
 ) -> None:
     """The processor checks the history of each call."""
     runner.waiting = [request_of("a"), request_of("b", first=20)]
@@ -80,7 +81,7 @@ def test_calls_begin_before_the_logits_exist(
 
 
 def test_partly_computed_prompt_is_no_call(
-    runner: Runner, batch: ShippedBatch, request_of: RequestOf, early_executor: EarlyExecutor
+    runner: Runner, batch: BatchSeat, request_of: RequestOf, early_executor: EarlyExecutor
 ) -> None:
     a, b = request_of("a"), request_of("b", first=20)
     runner.waiting = [a, b]
@@ -91,7 +92,7 @@ def test_partly_computed_prompt_is_no_call(
 
 
 def test_calls_begin_with_logits_if_the_plan_is_not_found(
-    runner: Runner, batch: ShippedBatch, request_of: RequestOf, early_executor: EarlyExecutor
+    runner: Runner, batch: BatchSeat, request_of: RequestOf, early_executor: EarlyExecutor
 ) -> None:
     logits = add_to_row_0(runner, batch, request_of("a"))
     batch.begin()
@@ -103,10 +104,10 @@ def test_calls_begin_with_logits_if_the_plan_is_not_found(
 @pytest.mark.parametrize("removed", [False, True])
 def test_step_without_logits_ends_its_requests(
     runner: Runner,
-    batch: ShippedBatch,
+    batch: BatchSeat,
     request_of: RequestOf,
     early_executor: EarlyExecutor,
-    processors: VllmProcessors,
+    processors: PluginProcessors,
     removed: bool,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -126,22 +127,40 @@ def test_step_without_logits_ends_its_requests(
     assert processors.in_use == (1 if removed else 2)
 
 
-@pytest.mark.parametrize("planned", [3, 2])
-def test_other_rows_than_planned_end_the_requests_that_began(
-    runner: Runner, batch: ShippedBatch, request_of: RequestOf, early_executor: EarlyExecutor, planned: int
+def test_row_that_was_not_planned_ends_the_requests_that_began(
+    runner: Runner, batch: BatchSeat, request_of: RequestOf, early_executor: EarlyExecutor
 ) -> None:
     """The mask disagrees with the plan about the token of b."""
     runner.waiting = [request_of("a"), request_of("b", first=20)]
-    logits = plan(runner, batch, a=3, b=planned)
-    runner.discard_request_mask.np[1] ^= True
+    logits = plan(runner, batch, a=3, b=2)
+    runner.discard_request_mask.np[1] = False
     batch.apply(logits)
     assert is_ended(logits[:1])
-    assert logits[1].argmax() == (0 if planned == 3 else 20)
+    assert logits[1].argmax() == 20
+    assert not early_executor.unfinished
+
+
+def test_planned_row_that_is_not_sampled_ends_alone(
+    runner: Runner, batch: BatchSeat, request_of: RequestOf, early_executor: EarlyExecutor
+) -> None:
+    """The call goes on for the other row."""
+    a, b = request_of("a"), request_of("b", first=20)
+    runner.waiting = [a, b]
+    logits = plan(runner, batch, a=3, b=3)
+    runner.discard_request_mask.np[1] = True
+    batch.apply(logits)
+    assert logits[0].argmax() == 2
+    assert not logits[1].any()
+    a.output_token_ids.append(2)
+    logits = plan(runner, batch, a=1, b=0)
+    batch.apply(logits)
+    assert logits[0].argmax() == 3
+    assert is_ended(logits[1:])
     assert not early_executor.unfinished
 
 
 def test_history_that_grows_after_the_call_began_ends_the_request(
-    runner: Runner, batch: ShippedBatch, request_of: RequestOf, early_executor: EarlyExecutor
+    runner: Runner, batch: BatchSeat, request_of: RequestOf, early_executor: EarlyExecutor
 ) -> None:
     record = request_of("a")
     runner.waiting = [record]
@@ -153,7 +172,7 @@ def test_history_that_grows_after_the_call_began_ends_the_request(
 
 
 def test_missing_discard_mask_ends_begun_calls(
-    runner: Runner, batch: ShippedBatch, request_of: RequestOf, early_executor: EarlyExecutor
+    runner: Runner, batch: BatchSeat, request_of: RequestOf, early_executor: EarlyExecutor
 ) -> None:
     runner.waiting = [request_of("a")]
     logits = plan(runner, batch, a=3)
@@ -166,7 +185,7 @@ def test_missing_discard_mask_ends_begun_calls(
 @pytest.mark.parametrize("method", ["begin", "apply"])
 def test_internal_error_ends_begun_calls_and_is_not_raised(
     runner: Runner,
-    batch: ShippedBatch,
+    batch: BatchSeat,
     request_of: RequestOf,
     early_executor: EarlyExecutor,
     monkeypatch: pytest.MonkeyPatch,
@@ -192,18 +211,20 @@ def test_internal_error_ends_begun_calls_and_is_not_raised(
     assert early_executor.num_early == 1
 
 
-def test_other_ranks_begin_no_calls(model: ModelView, runner: Runner, request_of: RequestOf) -> None:
+def test_other_ranks_begin_no_calls(
+    settings: VllmSettings, model: ModelView, runner: Runner, request_of: RequestOf
+) -> None:
     class OtherRank(OneRank):
         is_first = False
 
-    batch = ShippedBatch(model, torch.device("cpu"), None, BatchRequests(runner), FAULT_TOKEN, OtherRank())
+    batch = BatchSeat(settings, model, None, FAULT_TOKEN, OtherRank(), BatchRequests(runner))
     runner.waiting = [request_of("a")]
     plan(runner, batch, a=3)
-    assert batch._running == {}
+    assert batch._runtime._running == {}
 
 
 def test_error_of_the_server_in_a_call_ends_its_rows_alone(
-    runner: Runner, batch: ShippedBatch, request_of: RequestOf, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, batch: BatchSeat, request_of: RequestOf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish = EarlyRun.finish
 

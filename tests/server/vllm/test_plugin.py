@@ -24,6 +24,7 @@ class Group:
     def __init__(self, rank: int, size: int) -> None:
         self.rank_in_group = rank
         self.world_size = size
+        self.ranks = range(size)
 
     def broadcast(self, rows: torch.Tensor, src: int) -> torch.Tensor:
         assert src == 0
@@ -127,8 +128,8 @@ def test_calls_begin_early_if_their_histories_are_known(
     plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], begins_early: bool
 ) -> None:
     events = []
-    monkeypatch.setattr(plugin.ShippedBatch, "update_state", lambda self, update: events.append(update))
-    monkeypatch.setattr(plugin.ShippedBatch, "begin", lambda self: events.append("begin"))
+    monkeypatch.setattr(plugin.BatchSeat, "update_state", lambda self, update: events.append(update))
+    monkeypatch.setattr(plugin.BatchSeat, "begin", lambda self: events.append("begin"))
     GPUModelRunner().make(plugin, **settings).update_state("update")
     assert events == ["update", "begin"][: 1 + begins_early]
 
@@ -171,14 +172,17 @@ def test_changed_model_runner_is_refused_at_start(plugin: ModuleType, monkeypatc
 def test_tensor_parallel_ranks(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     ranks_of = sys.modules["logitship.server.vllm.tensor_parallel"]
     results = []
+    checked: list[list[int]] = []
     for rank in (0, 1):
         monkeypatch.setattr(ranks_of, "get_tp_group", lambda rank=rank: Group(rank, 2))
+        monkeypatch.setattr(ranks_of, "check_default_group", lambda ranks, engine: checked.append([*ranks]))
         ranks = ranks_of.TensorParallelRanks()
         assert ranks.is_first == (rank == 0)
         logits = torch.zeros(3, 2)
         ranks.broadcast(logits, [0, 2])
         results.append(logits.tolist())
     assert results == [[[0.0, 0.0]] * 3, [[5.0, 5.0], [0.0, 0.0], [5.0, 5.0]]]
+    assert checked == [[0, 1]] * 2
     monkeypatch.setattr(ranks_of, "get_pp_group", lambda: SimpleNamespace(is_last_rank=False))
     monkeypatch.setattr(ranks_of, "get_tp_group", lambda: Group(0, 1))
     assert not ranks_of.TensorParallelRanks().is_first  # ranks of earlier stages do not sample

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,83 +10,13 @@ import torch
 
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.request_view import ModelView
+from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.vllm.batch_requests import BatchRequests
-from logitship.server.vllm.shipped_batch import ShippedBatch
-from logitship.server.vllm.vllm_processors import VllmProcessors
-from tests.helpers.random_cases import random_seeds
+from logitship.server.vllm.batch_seat import BatchSeat
+from logitship.server.vllm.settings import VllmSettings
 
-from .conftest import MakeBatch, MakeParams, NewProcessors
-from .early_executor import EarlyExecutor
+from .conftest import MakeBatch, MakeParams
 from .fake_runner import FAULT_TOKEN, VOCAB_SIZE, Record, Runner, add_to_row_0, alone, is_ended, run
-
-
-@pytest.mark.parametrize(("is_async", "share"), [(False, 0.0), (False, 0.8), (True, 0.8)])
-@random_seeds(12, shares_fixtures=True)
-def test_histories_are_exact_in_every_schedule(
-    seed: int,
-    is_async: bool,
-    share: float,
-    new_processors: NewProcessors,
-    make_batch: MakeBatch,
-    request_of: Callable[..., Record],
-    vllm_params: MakeParams,
-) -> None:
-    """Covers prompt chunks, preempted requests, moves, placeholders, one step too many, faults, and early calls."""
-    early_executor = EarlyExecutor()
-    early_executor.share = share
-    processors = new_processors(early_executor)
-    rng = random.Random(seed)
-    runner = Runner(seed, is_async)
-    records: list[Record] = []
-    expected: dict[str, list[int]] = {}
-    for number in range(24):
-        req_id, prompt, tokens, first = str(number), rng.randint(1, 9), rng.randint(1, 20), rng.randint(2, 40)
-        kind = rng.choice(["plain", "runs", "runs", "fails"])
-        if kind == "plain":
-            sampling = vllm_params(max_tokens=tokens, stop_token_ids=[FAULT_TOKEN])
-            records.append(Record(req_id, sampling, [7] * prompt))
-            expected[req_id] = alone(records[-1])
-        else:
-            fails_at = rng.randrange(tokens) if kind == "fails" else None
-            records.append(request_of(req_id, prompt, tokens, first=first, fails_at=fails_at))
-            forced = list(range(first, first + tokens))
-            expected[req_id] = forced if fails_at is None else [*forced[:fails_at], FAULT_TOKEN]
-    batch = make_batch(runner, processors)
-    assert run(runner, batch, *records) == expected
-    assert processors.in_use == 0
-    assert not batch._kept
-    assert bool(early_executor.num_early) == (share > 0 and not is_async)
-    assert not early_executor.unfinished
-
-
-@pytest.mark.parametrize(("tokens", "stop"), [(4, []), (8, [5])], ids=["its_length", "a_stop_token"])
-def test_processor_is_not_called_after_the_end(
-    make_batch: MakeBatch,
-    request_of: Callable[..., Record],
-    tokens: int,
-    stop: list[int],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The engine computes one step more than it needs, before it knows the token that ended the request."""
-    runner = Runner(0, is_async=True)
-    record = request_of("x", tokens=tokens, fails_at=4)
-    record.sampling_params.stop_token_ids += stop
-    assert run(runner, make_batch(runner), record)["x"] == [2, 3, 4, 5]
-    assert not caplog.messages
-
-
-def test_fault_is_logged_once(
-    make_batch: MakeBatch, request_of: Callable[..., Record], caplog: pytest.LogCaptureFixture
-) -> None:
-    runner = Runner(0, is_async=True)
-    with caplog.at_level(logging.ERROR, "vllm.logitship"):
-        finished = run(runner, make_batch(runner), request_of("r-1", fails_at=2))
-    assert finished["r-1"] == [2, 3, FAULT_TOKEN]
-    (message,) = caplog.messages
-    assert message.startswith(
-        "request r-1 ends with stop_reason 63: processor ChecksHistory raised RuntimeError: requested"
-    )
-    assert "Traceback" in message
 
 
 def test_request_id_is_reused(make_batch: MakeBatch, request_of: Callable[..., Record]) -> None:
@@ -148,19 +76,6 @@ def test_prompt_embeddings_end_the_request(
     assert is_ended(logits)
 
 
-def test_load_error_ends_the_request(
-    make_batch: MakeBatch, request_of: Callable[..., Record], caplog: pytest.LogCaptureFixture
-) -> None:
-    runner = Runner(0, is_async=False)
-    batch = make_batch(runner)
-    record = request_of("x")
-    record.sampling_params.extra_args = {"custom_logit_processor": '{"name": "nothing"}'}
-    logits = add_to_row_0(runner, batch, record)
-    batch.apply(logits)
-    assert is_ended(logits)
-    assert "no processor is installed or registered as 'nothing'" in caplog.text
-
-
 def test_request_without_an_allowed_token_ends_alone(
     make_batch: MakeBatch, request_of: Callable[..., Record], vllm_params: MakeParams
 ) -> None:
@@ -208,21 +123,6 @@ def test_forced_token_obeys_hard_masks(
     assert ("left no token of those that allowed_token_ids" in caplog.text) == is_hard
 
 
-def test_internal_error_ends_requests_and_is_not_raised(
-    make_batch: MakeBatch, request_of: Callable[..., Record], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    runner = Runner(0, is_async=False)
-    batch = make_batch(runner)
-    logits = add_to_row_0(runner, batch, request_of("x"))
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr("logitship.server.vllm.shipped_batch.ShippedProcessors.apply", fail)
-    batch.apply(logits)
-    assert is_ended(logits)
-
-
 def test_untrackable_request_ends_and_others_run(
     make_batch: MakeBatch,
     request_of: Callable[..., Record],
@@ -268,6 +168,8 @@ def test_missing_discard_mask_ends_the_request(
 class Rank:
     """One of two ranks: `broadcast` copies the rows of the first to the other."""
 
+    size = 2
+
     def __init__(self, is_first: bool, written: list[torch.Tensor]) -> None:
         self.is_first = is_first
         self._written = written
@@ -280,19 +182,19 @@ class Rank:
 
 
 def test_other_ranks_receive_the_rows_of_the_first(
-    model: ModelView, processors: VllmProcessors, request_of: Callable[..., Record]
+    settings: VllmSettings, model: ModelView, processors: PluginProcessors, request_of: Callable[..., Record]
 ) -> None:
     written: list[torch.Tensor] = []
     results = []
     for is_first in (True, False):
         runner = Runner(0, is_async=False)
-        batch = ShippedBatch(
+        batch = BatchSeat(
+            settings,
             model,
-            torch.device("cpu"),
             processors if is_first else None,
-            BatchRequests(runner),
             FAULT_TOKEN,
             Rank(is_first, written),
+            BatchRequests(runner),
         )
         record = request_of("x", fails_at=1)
         steps = [add_to_row_0(runner, batch, record)]

@@ -1,12 +1,9 @@
-"""Trees of draft tokens, which SGLang verifies in one step."""
+"""Draft tokens, which an engine verifies in one step: a chain, or a tree."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 
 @dataclass(frozen=True)
@@ -29,10 +26,15 @@ class DraftTree:
     copies: Mapping[int, int]
 
     @classmethod
+    def chain(cls, first_row: int, drafts: Sequence[int]) -> DraftTree:
+        """Make a tree of draft tokens that follow each other, as do their rows."""
+        return cls(first_row, [-1, *drafts], {node: [node + 1] for node in range(len(drafts))}, {})
+
+    @classmethod
     def from_links(
         cls, first_row: int, tokens: Sequence[int], first_children: Sequence[int], next_siblings: Sequence[int]
     ) -> DraftTree:
-        """Make a tree from SGLang's links.
+        """Make a tree from links between its nodes.
 
         Args:
             first_row: the row of node 0.
@@ -56,35 +58,3 @@ class DraftTree:
                 waiting.append(child)
                 child = next_siblings[child]
         return cls(first_row, tokens, children, copies)
-
-
-def read_trees(verify_input: Any) -> list[DraftTree]:
-    """Return the draft tokens of each row of the batch. Waits for the device.
-
-    Args:
-        verify_input: SGLang's `NgramVerifyInput`.
-    """
-    first_children = verify_input.retrieve_next_token
-    tokens = verify_input.draft_token.view_as(first_children)
-    links = torch.stack((tokens, first_children, verify_input.retrieve_next_sibling)).tolist()
-    width = first_children.shape[1]
-    return [DraftTree.from_links(row * width, *each) for row, each in enumerate(zip(*links, strict=True))]
-
-
-@dataclass(frozen=True)
-class MaskThenEdit:
-    """Stands in for the mask of SGLang's grammars, which SGLang applies last before it verifies draft tokens.
-
-    Attributes:
-        mask: SGLang's own; None if no request has a grammar.
-        edit: edits the logits after it.
-    """
-
-    mask: Any
-    edit: Callable[[torch.Tensor], None]
-
-    def apply(self, logits: torch.Tensor) -> None:
-        """Edit the logits of all rows, in place."""
-        if self.mask is not None:
-            self.mask.apply(logits)
-        self.edit(logits)

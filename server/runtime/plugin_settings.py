@@ -41,6 +41,8 @@ class PluginSettings:
     """CPU seconds that the first call in a sandbox may take, instead."""
     sandbox_load_timeout: float = 2.0
     """CPU seconds that loading a processor may take. Shorter than the server's: other requests may wait."""
+    step_share: float = 0.2
+    """Share of the engine's own time that its steps wait for late processors, see `Allowances`."""
     allow_processor: str | None = None
     """A file with the digests of the only shipped processors that may run. None: any may."""
     tree: Mapping[str, str] | None = None
@@ -120,6 +122,16 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise ValueError("must be a number above 0")
+    return value
+
+
 def _trees(text: str) -> dict[str, str]:
     trees: dict[str, str] = {}
     for entry in text.split(","):
@@ -138,6 +150,7 @@ SHARED_READERS: Mapping[str, Callable[[str], Any]] = {
     "sandbox_cpu_time": _seconds,
     "sandbox_step_timeout": _seconds,
     "sandbox_first_step_timeout": _seconds,
+    "step_share": _share,
     "sandbox_load_timeout": _seconds,
     "allow_processor": str,
     "tree": _trees,

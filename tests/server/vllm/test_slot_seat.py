@@ -1,51 +1,35 @@
-"""`SlotBatch` on a fake of model runner V2; histories are compared with a slow, simple scheduler."""
+"""`SlotSeat` on a fake of model runner V2; histories are compared with a slow, simple scheduler."""
 
 from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import sha256
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.processor_groups import ProcessorUse
-from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.vllm.shipped_batch import ShippedBatch
-from logitship.server.vllm.slot_batch import SlotBatch
-from logitship.server.vllm.slot_requests import SlotRequests
-from logitship.server.vllm.vllm_processors import VllmProcessors
+from logitship.server.requests.messages import ProcessorRequest
 from tests.helpers.random_cases import random_seeds
 
+from . import fake_slots
+from .conftest import fake_params
 from .early_executor import EarlyExecutor
-
-VOCAB = 16
-FAULT = 15
-STOP = 14
-SLOTS = 6
-MAX_LEN = 64
+from .fake_runner import EOS, FAULT_TOKEN, VOCAB_SIZE, OneRank
+from .fake_slots import MAX_LEN
 
 History = tuple[tuple[int, ...], tuple[int, ...]]
 Call = Callable[[torch.Tensor, list[dict[str, Any]]], Any]
 
 
-class Ranks:
-    """The only rank."""
-
-    is_first = True
-
-    def broadcast(self, logits: torch.Tensor, rows: list[int]) -> None:
-        assert logits[rows].shape == (len(rows), VOCAB)
-
-
-class OtherRank(Ranks):
+class OtherRank(OneRank):
     is_first = False
 
 
@@ -53,158 +37,45 @@ class Processors:
     """Loads one processor for every request, and tracks the uses."""
 
     def __init__(self, call: Call) -> None:
-        self.executor = EarlyExecutor(VOCAB)
+        self.executor = EarlyExecutor(VOCAB_SIZE)
         self._call = call
         self.in_use: list[str] = []
 
-    def load(self, params: Any, rid: str) -> SamplingParams:
-        name = params.extra_args["custom_logit_processor"]
+    def load(self, requested: Sequence[ProcessorRequest], rid: str) -> tuple[ProcessorUse, ...]:
+        (request,) = requested
+        assert isinstance(request.string, InstalledProcessor)
+        name = request.string.name
         if name == "none of this name":
             raise ValueError(name)
         loaded = LoadedProcessor(f"sha256:{sha256(name.encode()).hexdigest()}", name, self.executor, self._call)
         self.in_use.append(rid)
-        return SamplingParams(processors=(ProcessorUse(loaded, {}, rid),))
+        return (ProcessorUse(loaded, {}, rid),)
 
-    def release(self, params: SamplingParams) -> None:
-        self.in_use.remove(params.processors[0].rid)
+    def release(self, uses: Iterable[ProcessorUse]) -> None:
+        for use in uses:
+            self.in_use.remove(use.rid)
 
 
 def params_of(processor: str | None) -> Any:
-    return SimpleNamespace(
-        extra_args={"custom_logit_processor": processor} if processor else None,
-        stop_token_ids=[STOP, FAULT],
-        ignore_eos=False,
-        max_tokens=2 * MAX_LEN,
-        structured_outputs=None,
-        allowed_token_ids=None,
-        bad_words=[],
-    )
+    extra_args = {"custom_logit_processor": {"name": processor}} if processor else None
+    return fake_params(extra_args, max_tokens=2 * MAX_LEN, stop_token_ids=[EOS, FAULT_TOKEN])
 
 
-@dataclass(eq=False)
-class Request:
-    """A request of the fake scheduler, whose lists are the expected history."""
+class Request(fake_slots.Request):
+    """A request with a processor of this name, or none."""
 
-    req_id: str
-    processor: str | None
-    prompt: list[int]
-    output: list[int] = field(default_factory=list)
-    slot: int | None = None
-    prefill_len: int = 0
-    computed: int = 0
-    expected: list[History] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> list[int]:
-        return self.prompt + self.output
-
-    @property
-    def ended(self) -> bool:
-        return bool(self.output) and self.output[-1] in (STOP, FAULT)
+    def __init__(self, req_id: str, processor: str | None, prompt: list[int], output: Sequence[int] = ()) -> None:
+        super().__init__(req_id, params_of(processor), prompt, [*output])
+        self.processor = processor
+        self.expected: list[History] = []
 
 
-class Runner:
-    """Fake of vLLM's model runner V2: slots and buffers, in plain Python.
+class Runner(fake_slots.Runner):
+    """The model runner, with one processor for all requests."""
 
-    Args:
-        call: the processor.
-        ranks: the ranks; one by default.
-        begins_early: with synchronous scheduling, calls begin before the logits exist.
-        has_drafts: speculative decoding.
-    """
-
-    def __init__(
-        self, call: Call, ranks: Ranks | None = None, *, begins_early: bool = True, has_drafts: bool = False
-    ) -> None:
-        self.begins_early = begins_early
-        self.free = list(range(SLOTS))
-        self.buffers = SimpleNamespace(
-            device=torch.device("cpu"),
-            max_num_reqs=SLOTS,
-            all_token_ids=SimpleNamespace(gpu=torch.zeros(SLOTS, MAX_LEN, dtype=torch.int32)),
-            total_len=SimpleNamespace(gpu=torch.zeros(SLOTS, dtype=torch.int32)),
-            prompt_len=SimpleNamespace(np=np.zeros(SLOTS, dtype=np.int32)),
-            prefill_len=SimpleNamespace(np=np.zeros(SLOTS, dtype=np.int32)),
-        )
-        self.processors = Processors(call)
-        ranks = ranks or Ranks()
-        requests = SlotRequests()
-        processors = cast(VllmProcessors, self.processors) if ranks.is_first else None
-        model = ModelView(VOCAB, frozenset({STOP}), None)
-        batch = ShippedBatch(model, torch.device("cpu"), processors, requests, FAULT, ranks)
-        self.slots = SlotBatch(self.buffers, requests, batch, reads=ranks.is_first, has_drafts=has_drafts)
-
-    def add(self, request: Request, *, holds_embeddings: bool = False) -> None:
-        slot = request.slot = self.free.pop()
-        request.prefill_len, request.computed = len(request.tokens), 0
-        self.buffers.prompt_len.np[slot] = len(request.prompt)
-        self.buffers.prefill_len.np[slot] = request.prefill_len
-        has_processors = self.slots.add_request(
-            slot, request.req_id, params_of(request.processor), holds_embeddings=holds_embeddings
-        )
-        assert has_processors is (request.processor is not None)
-        self.buffers.all_token_ids.gpu[slot] = 0
-        self.buffers.all_token_ids.gpu[slot, : request.prefill_len] = torch.tensor(request.tokens)
-        self.buffers.total_len.gpu[slot] = request.prefill_len
-
-    def remove(self, request: Request) -> None:
-        """It finished, or it is put preempted."""
-        assert request.slot is not None
-        self.free.append(request.slot)
-        request.slot = None
-
-    def step(self, scheduled: list[tuple[Request, int]], logits: torch.Tensor) -> torch.Tensor:
-        """Compute some tokens of some requests, and run the processors on the logits."""
-        return self.sample(self.plan(scheduled), [request for request, _ in scheduled], logits)
-
-    def sample(self, slots: list[int | None], rows: list[Request], logits: torch.Tensor) -> torch.Tensor:
-        """Run the processors on the logits of a planned step."""
-        padding = [0, 0]  # as vLLM pads it for a CUDA graph
-        ctx = SimpleNamespace(
-            idx_mapping_np=np.array(slots, dtype=np.intp),
-            expanded_idx_mapping=torch.tensor(slots),
-            seq_lens_upper_bound_np=np.array([request.computed for request in rows] + padding, dtype=np.int32),
-        )
-        self.slots.apply(logits, ctx)
-        return logits
-
-    def verify(self, scheduled: list[tuple[Request, list[int]]], logits: torch.Tensor) -> torch.Tensor:
-        """Compute the last token of some requests and draft tokens behind it, and run the processors on all rows."""
-        rows = []
-        for request, drafts in scheduled:
-            last = request.tokens[-1]
-            request.computed = len(request.tokens)
-            rows += [
-                (request.slot, depth, request.computed - 1 + depth, token)
-                for depth, token in enumerate([last, *drafts])
-            ]
-        slots, depths, positions, tokens = torch.tensor(rows).unbind(dim=1)
-        ctx = SimpleNamespace(
-            idx_mapping_np=np.array([request.slot for request, _ in scheduled], dtype=np.intp),
-            expanded_idx_mapping=slots,
-            expanded_local_pos=depths.int(),
-            pos=positions,
-            input_ids=tokens.int(),
-            # With asynchronous scheduling it counts all draft tokens of the last step.
-            seq_lens_upper_bound_np=np.array([request.computed + 9 for request, _ in scheduled], dtype=np.int32),
-        )
-        self.slots.apply(logits, ctx)
-        return logits
-
-    def plan(self, scheduled: list[tuple[Request, int]]) -> list[int | None]:
-        """Plan a step, and return the slots of its rows."""
-        for request, count in scheduled:
-            request.computed += count
-        if self.begins_early:
-            self.slots.begin((cast(int, request.slot), request.computed) for request, _ in scheduled)
-        return [request.slot for request, _ in scheduled]
-
-    def commit(self, request: Request, token: int) -> None:
-        """Append a sampled token."""
-        assert request.slot is not None
-        self.buffers.all_token_ids.gpu[request.slot, len(request.tokens)] = token
-        request.output.append(token)
-        self.buffers.total_len.gpu[request.slot] = len(request.tokens)
+    def __init__(self, call: Call, ranks: OneRank | None = None, **options: bool) -> None:
+        self.processors: Any = Processors(call)
+        super().__init__(self.processors, ranks=ranks, **options)
 
 
 class Recorder:
@@ -225,7 +96,7 @@ class Recorder:
 
 def added_by(history: History, calls: int) -> torch.Tensor:
     prompt, output = history
-    return torch.full((VOCAB,), float(sum(prompt) + 3 * sum(output) + calls))
+    return torch.full((VOCAB_SIZE,), float(sum(prompt) + 3 * sum(output) + calls))
 
 
 def expected_logits(request: Request, logits: torch.Tensor) -> torch.Tensor:
@@ -233,7 +104,7 @@ def expected_logits(request: Request, logits: torch.Tensor) -> torch.Tensor:
     history = tuple(request.prompt), tuple(request.output)
     request.expected.append(history)
     row = logits + added_by(history, len(request.expected))
-    row[FAULT] = -torch.inf
+    row[FAULT_TOKEN] = -torch.inf
     return row
 
 
@@ -272,7 +143,7 @@ def test_histories_are_exact_in_every_schedule(seed: int, begins_early: bool) ->
             requests.append(request)
             runner.add(request)
             running.append(request)
-        runner.slots.remove_finished({each.req_id for each in finished + aborted_while_preempted})
+        runner.seat.remove_finished({each.req_id for each in finished + aborted_while_preempted})
 
         scheduled = [(each, 0) for each in running if rng.random() < 0.8]
         rng.shuffle(scheduled)
@@ -280,7 +151,7 @@ def test_histories_are_exact_in_every_schedule(seed: int, begins_early: bool) ->
         if not scheduled:
             runner.plan([])
             continue
-        logits = torch.randn(len(scheduled), VOCAB, generator=torch.Generator().manual_seed(step))
+        logits = torch.randn(len(scheduled), VOCAB_SIZE, generator=torch.Generator().manual_seed(step))
         expected = logits.clone()
         sampled: list[Request] = []
         for row, (request, count) in enumerate(scheduled):
@@ -292,13 +163,13 @@ def test_histories_are_exact_in_every_schedule(seed: int, begins_early: bool) ->
         assert torch.equal(result, expected)
         for request in sampled:
             if len(request.tokens) < MAX_LEN and not request.ended:
-                runner.commit(request, STOP if rng.random() < 0.1 else rng.randrange(10))
+                runner.commit(request, EOS if rng.random() < 0.1 else rng.randrange(10))
             else:  # vLLM computed a step more than it needed
                 request.computed -= 1
     with_processors = [each for each in requests if each.processor is not None]
     assert {each.req_id: each.expected for each in with_processors if each.expected} == dict(recorder.seen)
     assert sum(len(each.expected) for each in with_processors) > 20
-    runner.slots.remove_finished({each.req_id for each in requests})
+    runner.seat.remove_finished({each.req_id for each in requests})
     assert runner.processors.in_use == []
     assert bool(runner.processors.executor.num_early) is begins_early
     assert not runner.processors.executor.unfinished
@@ -307,13 +178,13 @@ def test_histories_are_exact_in_every_schedule(seed: int, begins_early: bool) ->
 def started(runner: Runner, req_id: str = "r", processor: str = "a") -> Request:
     request = Request(req_id, processor, [1, 2])
     runner.add(request)
-    runner.slots.remove_finished(())
+    runner.seat.remove_finished(())
     return request
 
 
 def is_ended(row: torch.Tensor) -> bool:
     """Return True if only the fault token is left."""
-    return torch.equal(row.isfinite().nonzero().flatten(), torch.tensor([FAULT]))
+    return torch.equal(row.isfinite().nonzero().flatten(), torch.tensor([FAULT_TOKEN]))
 
 
 def test_prompt_of_embeddings_ends_its_request() -> None:
@@ -323,13 +194,13 @@ def test_prompt_of_embeddings_ends_its_request() -> None:
     request, other = Request("r", "a", [0, 0]), Request("other", "a", [1])
     runner.add(request, holds_embeddings=True)
     runner.add(other)
-    logits = runner.step([(request, 2), (other, 1)], torch.zeros(2, VOCAB))
+    logits = runner.step([(request, 2), (other, 1)], torch.zeros(2, VOCAB_SIZE))
     assert is_ended(logits[0])
-    assert torch.equal(logits[1], expected_logits(other, torch.zeros(VOCAB)))
+    assert torch.equal(logits[1], expected_logits(other, torch.zeros(VOCAB_SIZE)))
     runner.commit(request, 5)
     runner.remove(request)
     runner.add(request, holds_embeddings=True)
-    assert is_ended(runner.step([(request, 3)], torch.zeros(1, VOCAB))[0])
+    assert is_ended(runner.step([(request, 3)], torch.zeros(1, VOCAB_SIZE))[0])
     assert recorder.seen.keys() == {"other"}
 
 
@@ -342,9 +213,9 @@ def test_calls_begin_before_the_logits_exist() -> None:
         slots = runner.plan([(request, 1 if step else 2)])
         assert executor.num_early == step + 1
         assert len(executor.unfinished) == 1
-        logits = torch.zeros(1, VOCAB)
+        logits = torch.zeros(1, VOCAB_SIZE)
         runner.sample(slots, [request], logits)
-        assert torch.equal(logits[0], expected_logits(request, torch.zeros(VOCAB)))
+        assert torch.equal(logits[0], expected_logits(request, torch.zeros(VOCAB_SIZE)))
         assert not executor.unfinished
         runner.commit(request, 5)
     assert recorder.seen["r"] == request.expected
@@ -356,7 +227,8 @@ def test_step_without_logits_ends_its_requests() -> None:
     runner = Runner(recorder)
     request = started(runner)
     runner.plan([(request, 2)])
-    assert is_ended(runner.step([(request, 0)], torch.zeros(1, VOCAB))[0])
+    runner.seat.remove_finished(())
+    assert is_ended(runner.step([(request, 0)], torch.zeros(1, VOCAB_SIZE))[0])
     assert len(recorder.seen["r"]) == 1
     assert not runner.processors.executor.unfinished
 
@@ -366,7 +238,7 @@ def test_other_rows_than_planned_end_the_requests() -> None:
     runner = Runner(recorder)
     a, b = started(runner, "a"), started(runner, "b")
     slots = runner.plan([(a, 2), (b, 2)])
-    logits = runner.sample(slots[::-1], [b, a], torch.zeros(2, VOCAB))
+    logits = runner.sample(slots[::-1], [b, a], torch.zeros(2, VOCAB_SIZE))
     assert all(is_ended(row) for row in logits)
     assert len(recorder.seen["a"]) == len(recorder.seen["b"]) == 1
     assert not runner.processors.executor.unfinished
@@ -376,9 +248,9 @@ def test_calls_begin_with_logits_if_the_plan_is_not_known(caplog: pytest.LogCapt
     recorder = Recorder()
     runner = Runner(recorder, begins_early=False)
     request = started(runner)
-    runner.slots.begin((1 // length, length) for length in (1, 0))
-    logits = runner.step([(request, 2)], torch.zeros(1, VOCAB))
-    assert torch.equal(logits[0], expected_logits(request, torch.zeros(VOCAB)))
+    runner.seat.begin((1 // length, length) for length in (1, 0))
+    logits = runner.step([(request, 2)], torch.zeros(1, VOCAB_SIZE))
+    assert torch.equal(logits[0], expected_logits(request, torch.zeros(VOCAB_SIZE)))
     assert runner.processors.executor.num_early == 0
     assert "ZeroDivisionError" in caplog.text
 
@@ -391,20 +263,14 @@ def test_fault_ends_its_row_and_no_other() -> None:
 
     runner = Runner(fails_for_b)
     a, b = started(runner, "a", "x"), started(runner, "b", "y")
-    logits = runner.step([(b, 2), (a, 2)], torch.zeros(2, VOCAB))
+    logits = runner.step([(b, 2), (a, 2)], torch.zeros(2, VOCAB_SIZE))
     assert is_ended(logits[0])
-    assert logits[1, :FAULT].tolist() == [1.0] * FAULT
+    assert logits[1, :FAULT_TOKEN].tolist() == [1.0] * FAULT_TOKEN
     runner.commit(a, 5)
-    runner.commit(b, FAULT)
-    runner.slots.remove_finished({"b"})
-    logits = runner.step([(a, 1)], torch.zeros(1, VOCAB))
-    assert logits[0, :FAULT].tolist() == [1.0] * FAULT
-
-
-def test_load_error_ends_the_request() -> None:
-    runner = Runner(Recorder())
-    request = started(runner, processor="none of this name")
-    assert is_ended(runner.step([(request, 2)], torch.zeros(1, VOCAB))[0])
+    runner.commit(b, FAULT_TOKEN)
+    runner.seat.remove_finished({"b"})
+    logits = runner.step([(a, 1)], torch.zeros(1, VOCAB_SIZE))
+    assert logits[0, :FAULT_TOKEN].tolist() == [1.0] * FAULT_TOKEN
 
 
 def test_history_of_wrong_length_ends_the_request() -> None:
@@ -412,7 +278,7 @@ def test_history_of_wrong_length_ends_the_request() -> None:
     runner = Runner(recorder)
     request = started(runner)
     runner.buffers.total_len.gpu[request.slot] = 1
-    assert is_ended(runner.step([(request, 2)], torch.zeros(1, VOCAB))[0])
+    assert is_ended(runner.step([(request, 2)], torch.zeros(1, VOCAB_SIZE))[0])
     assert recorder.seen == {}
 
 
@@ -421,7 +287,7 @@ def test_unreadable_buffers_end_the_requests() -> None:
     runner = Runner(recorder)
     request = started(runner)
     runner.buffers.all_token_ids = None
-    assert is_ended(runner.step([(request, 2)], torch.zeros(1, VOCAB))[0])
+    assert is_ended(runner.step([(request, 2)], torch.zeros(1, VOCAB_SIZE))[0])
     assert recorder.seen == {}
 
 
@@ -443,7 +309,7 @@ def logits_after(request: Request, drafts: list[int], logits: torch.Tensor) -> t
     """Return the expected row behind some draft tokens: the processor has been called once for each token before."""
     output = request.output + drafts
     row = logits + added_by((tuple(request.prompt), tuple(output)), len(output) + 1)
-    row[[FAULT, forbidden_after(output)]] = -torch.inf
+    row[[FAULT_TOKEN, forbidden_after(output)]] = -torch.inf
     return row
 
 
@@ -472,16 +338,16 @@ def test_processors_follow_the_accepted_draft_tokens(seed: int) -> None:
             request = Request(f"r{step} {len(running)}", rng.choice([None, "a", "b"]), [rng.randrange(10), 3])
             runner.add(request)
             running.append(request)
-        runner.slots.remove_finished({each.req_id for each in finished})
+        runner.seat.remove_finished({each.req_id for each in finished})
         scheduled = [
-            (each, [rng.choice([*range(5), -1, STOP]) for _ in range(rng.randrange(4))])
+            (each, [rng.choice([*range(5), -1, EOS]) for _ in range(rng.randrange(4))])
             for each in running
             if rng.random() < 0.8
         ]
         if not scheduled:
             continue
         num_rows = sum(1 + len(drafts) for _, drafts in scheduled)
-        given = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(step))
+        given = torch.randn(num_rows, VOCAB_SIZE, generator=torch.Generator().manual_seed(step))
         result = runner.verify(scheduled, given.clone())
         row = 0
         for request, drafts in scheduled:
@@ -497,14 +363,14 @@ def test_processors_follow_the_accepted_draft_tokens(seed: int) -> None:
                     break
                 accepted.append(token)
                 num_accepted += 1
-                if token == STOP:
+                if token == EOS:
                     break
-            bonus = [] if STOP in accepted else [rng.choice([5, 6, 7])]
+            bonus = [] if EOS in accepted else [rng.choice([5, 6, 7])]
             for token in accepted + bonus:
                 runner.commit(request, token)
             row += 1 + len(drafts)
     assert num_accepted > 10
-    runner.slots.remove_finished({each.req_id for each in running + preempted})
+    runner.seat.remove_finished({each.req_id for each in running + preempted})
     assert runner.processors.in_use == []
     assert not runner.processors.executor.attached
 
@@ -518,15 +384,15 @@ def test_fault_behind_a_draft_token_counts_if_it_is_accepted() -> None:
     for accepts in (False, True):
         runner = Runner(fails_after_seven, begins_early=False, has_drafts=True)
         request = started(runner)
-        runner.verify([(request, [])], torch.zeros(1, VOCAB))
+        runner.verify([(request, [])], torch.zeros(1, VOCAB_SIZE))
         runner.commit(request, 5)
-        logits = runner.verify([(request, [7, 6])], torch.zeros(3, VOCAB))
-        assert logits[0, :FAULT].tolist() == [1.0] * FAULT
+        logits = runner.verify([(request, [7, 6])], torch.zeros(3, VOCAB_SIZE))
+        assert logits[0, :FAULT_TOKEN].tolist() == [1.0] * FAULT_TOKEN
         assert is_ended(logits[1])
         assert is_ended(logits[2])
-        for token in [7, FAULT] if accepts else [6]:
+        for token in [7, FAULT_TOKEN] if accepts else [6]:
             runner.commit(request, token)
-        logits = runner.verify([(request, [])], torch.zeros(1, VOCAB))
+        logits = runner.verify([(request, [])], torch.zeros(1, VOCAB_SIZE))
         assert is_ended(logits[0]) is accepts
 
 
@@ -537,9 +403,9 @@ def test_state_that_cannot_be_copied_ends_the_request() -> None:
 
     runner = Runner(keeps_a_generator, begins_early=False, has_drafts=True)
     request = started(runner)
-    runner.verify([(request, [])], torch.zeros(1, VOCAB))
+    runner.verify([(request, [])], torch.zeros(1, VOCAB_SIZE))
     runner.commit(request, 5)
-    logits = runner.verify([(request, [7])], torch.zeros(2, VOCAB))
+    logits = runner.verify([(request, [7])], torch.zeros(2, VOCAB_SIZE))
     assert is_ended(logits[1])
 
 
@@ -547,12 +413,12 @@ def test_other_tokens_than_drafted_end_the_request() -> None:
     recorder = Recorder()
     runner = Runner(recorder, begins_early=False, has_drafts=True)
     request = started(runner)
-    runner.verify([(request, [])], torch.zeros(1, VOCAB))
+    runner.verify([(request, [])], torch.zeros(1, VOCAB_SIZE))
     runner.commit(request, 5)
-    runner.verify([(request, [7])], torch.zeros(2, VOCAB))
+    runner.verify([(request, [7])], torch.zeros(2, VOCAB_SIZE))
     for token in (8, 6):
         runner.commit(request, token)
-    assert is_ended(runner.verify([(request, [])], torch.zeros(1, VOCAB))[0])
+    assert is_ended(runner.verify([(request, [])], torch.zeros(1, VOCAB_SIZE))[0])
 
 
 def test_unexpected_rows_end_their_requests() -> None:
@@ -564,8 +430,8 @@ def test_unexpected_rows_end_their_requests() -> None:
         expanded_idx_mapping=torch.tensor([request.slot] * 3),
         seq_lens_upper_bound_np=np.array([2]),
     )
-    logits = torch.zeros(3, VOCAB)
-    runner.slots.apply(logits, ctx)
+    logits = torch.zeros(3, VOCAB_SIZE)
+    runner.seat.apply(logits, ctx)
     assert all(is_ended(row) for row in logits)
     assert recorder.seen == {}
 
@@ -575,8 +441,8 @@ def test_resumed_request_without_state_ends() -> None:
     runner = Runner(recorder)
     request = Request("r", "a", [1, 2], output=[3])
     runner.add(request)
-    runner.slots.remove_finished(())
-    assert is_ended(runner.step([(request, 3)], torch.zeros(1, VOCAB))[0])
+    runner.seat.remove_finished(())
+    assert is_ended(runner.step([(request, 3)], torch.zeros(1, VOCAB_SIZE))[0])
     assert recorder.seen == {}
 
 
@@ -585,13 +451,13 @@ def test_resumed_request_with_fewer_tokens_ends() -> None:
     runner = Runner(recorder)
     request = started(runner)
     for computed in (2, 1, 1):
-        runner.step([(request, computed)], torch.zeros(1, VOCAB))
+        runner.step([(request, computed)], torch.zeros(1, VOCAB_SIZE))
         runner.commit(request, 7)
     runner.remove(request)
     del request.output[1:]
     runner.add(request)
-    runner.slots.remove_finished(())
-    assert is_ended(runner.step([(request, 3)], torch.zeros(1, VOCAB))[0])
+    runner.seat.remove_finished(())
+    assert is_ended(runner.step([(request, 3)], torch.zeros(1, VOCAB_SIZE))[0])
     assert len(recorder.seen["r"]) == 3
 
 
@@ -599,13 +465,13 @@ def test_request_id_reused_in_the_same_step_is_a_new_request() -> None:
     recorder = Recorder()
     runner = Runner(recorder)
     first = started(runner)
-    runner.step([(first, 2)], torch.zeros(1, VOCAB))
+    runner.step([(first, 2)], torch.zeros(1, VOCAB_SIZE))
     runner.commit(first, 7)
     runner.remove(first)
     again = Request("r", "a", [4, 5, 6])
     runner.add(again)
-    runner.slots.remove_finished({"r"})
-    runner.step([(again, 3)], torch.zeros(1, VOCAB))
+    runner.seat.remove_finished({"r"})
+    runner.step([(again, 3)], torch.zeros(1, VOCAB_SIZE))
     assert recorder.seen["r"] == [((1, 2), ()), ((4, 5, 6), ())]
     assert runner.processors.in_use == ["r"]
 
@@ -614,8 +480,8 @@ def test_other_ranks_run_no_processors() -> None:
     recorder = Recorder()
     runner = Runner(recorder, OtherRank())
     request = started(runner)
-    logits = torch.zeros(1, VOCAB)
-    assert torch.equal(runner.step([(request, 2)], logits), torch.zeros(1, VOCAB))
+    logits = torch.zeros(1, VOCAB_SIZE)
+    assert torch.equal(runner.step([(request, 2)], logits), torch.zeros(1, VOCAB_SIZE))
     assert recorder.seen == {}
     assert runner.processors.in_use == []
 
@@ -625,5 +491,5 @@ def test_buffers_are_not_read_without_processors() -> None:
     request = Request("r", None, [1, 2])
     runner.add(request)
     runner.buffers.all_token_ids = runner.buffers.total_len = None
-    logits = torch.zeros(1, VOCAB)
-    assert torch.equal(runner.step([(request, 2)], logits), torch.zeros(1, VOCAB))
+    logits = torch.zeros(1, VOCAB_SIZE)
+    assert torch.equal(runner.step([(request, 2)], logits), torch.zeros(1, VOCAB_SIZE))

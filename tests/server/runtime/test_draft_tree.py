@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import torch
 
-from logitship.server.sglang.draft_tree import DraftTree, MaskThenEdit, read_trees
+from logitship.server.runtime.draft_tree import DraftTree
+from logitship.server.sglang.verify_input import MaskThenEdit, read_trees
 
 
 def test_tree_from_links() -> None:

@@ -11,49 +11,16 @@ import torch
 
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.processors.executor import CollectEdits, RunOutcome
-from logitship.server.plugins.plugin_processors import PluginProcessors
+from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.sglang import hooks
 from logitship.server.sglang.forward_step import ForwardStep
 from logitship.server.sglang.generate_fields import ADMITTED
-from logitship.server.sglang.scheduled_request import find_scheduled, scheduled
-from logitship.server.sglang.step_processors import StepProcessors
+from logitship.server.sglang.sglang_seat import SglangSeat, find_scheduled, scheduled
 from tests.helpers.random_cases import random_seeds
 
 from ..vllm.early_executor import EarlyExecutor, EarlyRun  # noqa: TID252
 from .conftest import MakeReq, NewSteps
 from .fake_scheduler import VOCAB_SIZE, FakeReq, FakeScheduler
-
-
-@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-@random_seeds(12, shares_fixtures=True)
-def test_histories_are_exact_in_every_schedule(
-    seed: int, overlap: bool, new_steps: NewSteps, make_req: MakeReq
-) -> None:
-    """Covers prompt chunks, retraction, moves of rows, tokens in flight, a step too many, early calls, and faults."""
-    early_executor = EarlyExecutor()
-    early_executor.share = 0.5
-    processors, steps = new_steps(early_executor)
-    rng = random.Random(seed)
-    expected: dict[FakeReq, list[int]] = {}
-    for number in range(24):
-        prompt, tokens, first = rng.randint(1, 9), rng.randint(1, 20), rng.randint(2, 40)
-        kind = rng.choice(["plain", "runs", "runs", "fails"])
-        fails_at = rng.randrange(tokens) if kind == "fails" else None
-        req = make_req(
-            str(number), prompt=prompt, tokens=tokens, first=None if kind == "plain" else first, fails_at=fails_at
-        )
-        forced = [5] * tokens if kind == "plain" else list(range(first, first + tokens))
-        expected[req] = forced if fails_at is None else forced[:fails_at]
-    scheduler = FakeScheduler(seed, steps, overlap=overlap)
-    scheduler.run(*expected)
-    assert {req.rid: req.visible for req in expected} == {req.rid: tokens for req, tokens in expected.items()}
-    with steps.sampling(None):  # type: ignore[arg-type]  # a later step releases the last ones
-        pass
-    assert processors.in_use == 0
-    assert not steps.are_used
-    assert not steps._kept
-    assert bool(early_executor.num_early) != overlap
-    assert not early_executor.unfinished
 
 
 @random_seeds(8, shares_fixtures=True)
@@ -80,7 +47,7 @@ def test_stop_between_the_begin_of_a_call_and_its_logits_ends_only_its_request(
 
 
 def test_begun_call_without_its_logits_ends_the_request(
-    early_executor: EarlyExecutor, steps: StepProcessors, make_req: MakeReq
+    early_executor: EarlyExecutor, steps: SglangSeat, make_req: MakeReq
 ) -> None:
     """Another call would be the second one for the same token."""
     early_executor.share = 1.0
@@ -94,8 +61,8 @@ def test_begun_call_without_its_logits_ends_the_request(
     assert not early_executor.unfinished
 
 
-def test_dropped_tokens_occur(steps: StepProcessors, make_req: MakeReq) -> None:
-    """The test above covers retraction with a token in flight, which is sampled again without a call."""
+def test_dropped_tokens_occur(steps: SglangSeat, make_req: MakeReq) -> None:
+    """The conformance suite covers retraction with a token in flight, which is sampled again without a call."""
     dropped = 0
     for seed in range(12):
         scheduler = FakeScheduler(seed, steps, overlap=True)
@@ -105,7 +72,7 @@ def test_dropped_tokens_occur(steps: StepProcessors, make_req: MakeReq) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-def test_fault_ends_its_request_with_the_traceback(overlap: bool, steps: StepProcessors, make_req: MakeReq) -> None:
+def test_fault_ends_its_request_with_the_traceback(overlap: bool, steps: SglangSeat, make_req: MakeReq) -> None:
     failing, other = make_req("fails", fails_at=2), make_req("other")
     FakeScheduler(1, steps, overlap=overlap).run(failing, other)
     assert failing.visible == [2, 3]
@@ -117,19 +84,7 @@ def test_fault_ends_its_request_with_the_traceback(overlap: bool, steps: StepPro
     assert other.visible == list(range(2, 10))
 
 
-@pytest.mark.parametrize(("stop", "seen"), [(None, 4), (4, 3)], ids=["its_length", "a_stop_token"])
-def test_processor_is_not_called_after_the_end(
-    stop: int | None, seen: int, steps: StepProcessors, make_req: MakeReq
-) -> None:
-    """With overlap scheduling, SGLang computes one step more before it knows the token that ended the request."""
-    req = make_req(tokens=4, fails_at=seen)
-    req.sampling_params.stop_token_ids = None if stop is None else {stop}
-    FakeScheduler(0, steps, overlap=True).run(req)
-    assert req.visible == list(range(2, 2 + seen))
-    assert req.finished_reason in ("length", "stop")
-
-
-def test_receipt_counts_the_calls(steps: StepProcessors, make_req: MakeReq) -> None:
+def test_receipt_counts_the_calls(steps: SglangSeat, make_req: MakeReq) -> None:
     req = make_req(tokens=7)
     FakeScheduler(3, steps, overlap=True).run(req)
     request = find_scheduled(req)
@@ -138,7 +93,7 @@ def test_receipt_counts_the_calls(steps: StepProcessors, make_req: MakeReq) -> N
     assert [use.receipt.steps for use in request.uses] == [7]
 
 
-def test_invalid_processor_ends_its_request(steps: StepProcessors, make_req: MakeReq) -> None:
+def test_invalid_processor_ends_its_request(steps: SglangSeat, make_req: MakeReq) -> None:
     """A front end that does not check requests does not stop the scheduler."""
     req = make_req()
     req.custom_logit_processor = ADMITTED + "nonsense"
@@ -148,7 +103,7 @@ def test_invalid_processor_ends_its_request(steps: StepProcessors, make_req: Mak
 
 
 def test_request_that_did_not_pass_the_front_end_ends(
-    steps: StepProcessors, processors: PluginProcessors, make_req: MakeReq
+    steps: SglangSeat, processors: PluginProcessors, make_req: MakeReq
 ) -> None:
     """Such as one of a gRPC server that sends requests to SGLang's scheduler itself."""
     req = make_req()
@@ -160,7 +115,7 @@ def test_request_that_did_not_pass_the_front_end_ends(
     assert processors.in_use == 0
 
 
-def test_beam_search_ends_its_request(steps: StepProcessors, make_req: MakeReq) -> None:
+def test_beam_search_ends_its_request(steps: SglangSeat, make_req: MakeReq) -> None:
     """SGLang selects beams from logits that no processor has seen. Its operator may have set `beam_width`."""
     req = make_req()
     req.beam_group = object()
@@ -169,24 +124,8 @@ def test_beam_search_ends_its_request(steps: StepProcessors, make_req: MakeReq) 
     assert "does not call processors in a beam search" in req.finished_reason.message
 
 
-def test_step_that_loaded_for_long_loads_no_more_classes(
-    steps: StepProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Hundreds of classes that hang when they are loaded would take longer than SGLang lets a step take."""
-    FakeScheduler(0, steps, overlap=False).run(make_req(own=1))
-    monkeypatch.setattr("logitship.server.sglang.step_processors.MAX_LOADING", -1.0)
-    loaded, new, built_in = make_req(own=1), make_req(own=2), make_req(token_ids=[5])
-    built_in.custom_logit_processor = ADMITTED + '{"name": "disallowed_tokens"}'
-    FakeScheduler(0, steps, overlap=False).run(loaded, new, built_in)
-    assert loaded.visible == list(range(2, 10))
-    assert 5 not in built_in.visible
-    assert built_in.finished_reason == "length"
-    assert new.visible == []
-    assert "try again" in new.finished_reason.message
-
-
 def test_steps_without_processors_release_those_of_finished_requests(
-    steps: StepProcessors, processors: PluginProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
+    steps: SglangSeat, processors: PluginProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     FakeScheduler(0, steps, overlap=False).run(make_req())
     assert processors.in_use == 1
@@ -198,7 +137,7 @@ def test_steps_without_processors_release_those_of_finished_requests(
 
 
 def test_error_of_the_plugin_between_steps_is_not_raised(
-    steps: StepProcessors, processors: PluginProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
+    steps: SglangSeat, processors: PluginProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang's scheduler would end."""
     FakeScheduler(0, steps, overlap=False).run(make_req())
@@ -207,7 +146,7 @@ def test_error_of_the_plugin_between_steps_is_not_raised(
         pass
 
 
-def test_drafts_end_the_request(steps: StepProcessors, make_req: MakeReq) -> None:
+def test_drafts_end_the_request(steps: SglangSeat, make_req: MakeReq) -> None:
     req = make_req()
     logits = torch.zeros(4, VOCAB_SIZE)
     steps.apply(logits, {0: scheduled(req)}, 4)
@@ -215,19 +154,8 @@ def test_drafts_end_the_request(steps: StepProcessors, make_req: MakeReq) -> Non
     assert not logits.any()
 
 
-def test_error_of_the_plugin_ends_the_requests(
-    steps: StepProcessors, make_req: MakeReq, caplog: pytest.LogCaptureFixture
-) -> None:
-    req = make_req()
-    with steps.sampling(None):  # type: ignore[arg-type]  # as if SGLang's batch had changed
-        steps._step = object()  # type: ignore[assignment]
-        steps.apply(torch.zeros(1, VOCAB_SIZE), {0: scheduled(req)}, 1)
-    assert req.to_finish.message == "ProcessorFault: the server had an internal error; its log has the details"
-    assert "logitship failed in a step" in caplog.text
-
-
 @pytest.mark.parametrize("seed", range(6))
-def test_repeated_token_has_its_first_log_probabilities(seed: int, steps: StepProcessors, make_req: MakeReq) -> None:
+def test_repeated_token_has_its_first_log_probabilities(seed: int, steps: SglangSeat, make_req: MakeReq) -> None:
     """A dropped token is forced when it is sampled again. SGLang reports those of its call."""
     requests = [make_req(str(number), tokens=12, others=-2.0) for number in range(12)]
     scheduler = FakeScheduler(seed, steps, overlap=True)
@@ -246,7 +174,7 @@ def test_repeated_token_has_its_first_log_probabilities(seed: int, steps: StepPr
 
 @pytest.mark.parametrize("seed", range(8))
 def test_stop_while_a_call_whose_rows_depend_on_each_other_waits_ends_only_its_request(
-    seed: int, early_executor: EarlyExecutor, steps: StepProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
+    seed: int, early_executor: EarlyExecutor, steps: SglangSeat, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The call has ended before its logits exist. Its edits let each row have a logit of the row before it."""
     early_executor.share = 1.0
@@ -280,7 +208,7 @@ def test_stop_while_a_call_whose_rows_depend_on_each_other_waits_ends_only_its_r
 
 
 def test_error_of_the_server_in_a_call_ends_its_rows_alone(
-    early_executor: EarlyExecutor, steps: StepProcessors, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
+    early_executor: EarlyExecutor, steps: SglangSeat, make_req: MakeReq, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     early_executor.share = 1.0
     finish = EarlyRun.finish

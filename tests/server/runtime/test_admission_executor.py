@@ -8,8 +8,8 @@ import pytest
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.processors.executor import LoadedProcessor, ProcessorExecutor
-from logitship.server.plugins import admission_executor
-from logitship.server.plugins.admission_executor import REFUSAL_TTL, AdmissionExecutor
+from logitship.server.runtime import admission_executor
+from logitship.server.runtime.admission_executor import REFUSAL_TTL, AdmissionExecutor
 
 
 class FakeExecutor:

@@ -10,8 +10,8 @@ import pytest
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
-from logitship.server.plugins import plugin_processors
-from logitship.server.plugins.plugin_processors import for_admission, for_execution
+from logitship.server.runtime import plugin_processors
+from logitship.server.runtime.plugin_processors import for_admission, for_execution
 from logitship.server.sglang.sglang_settings import SglangSettings
 from logitship.server.vllm.settings import VllmSettings
 

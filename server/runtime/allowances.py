@@ -1,0 +1,192 @@
+"""How long a step waits for processors, in an engine whose rows cannot sit a step out.
+
+A step waits for a late call as long as the allowances of its requests last. Each request has one, and so has each
+tenant: a token bucket of seconds, which fills with a share of the engine's own time, up to a burst. If they are used
+up, the requests of the call end as too slow; the call continues behind the engine, and is dropped when it ends. So
+other requests lose a share of their speed, and not seconds.
+
+A tenant's allowance limits the calls of new classes, and of those whose last call was too slow. A step waits without a
+limit if all of its requests belong to the call.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+
+from logitship.client.errors import ProcessorFault
+from logitship.sampler.processors.deferred_calls import DeferredCall, DeferredCalls, EndlessPatience
+from logitship.sampler.processors.executor import Run
+from logitship.sampler.processors.processor_groups import ProcessorGroup, ProcessorUse
+
+BURST = 0.25
+"""Seconds that a request or a tenant may use at once: a first call often prepares something."""
+MIN_NEW = 0.05
+"""Seconds that a step waits for a call of a new class in any case, if its request has not used up its own allowance."""
+MIN_SLOW = 0.01
+"""The same for a class whose last call was too slow."""
+MIN_START = 0.001
+"""Allowance with which the next request of a class starts that was too slow many times."""
+MAX_STEP = 1.0
+"""Longest time between two steps that counts as the engine's own. Without requests, it waits."""
+_MAX_KNOWN = 4096
+"""Number of classes that are remembered as too slow."""
+
+
+@dataclass
+class _Bucket:
+    """An allowance.
+
+    Attributes:
+        left: seconds, when the engine had computed for `at` seconds.
+        at: the engine's own seconds.
+        used: seconds that steps have waited.
+    """
+
+    left: float
+    at: float
+    used: float = 0.0
+
+
+class _Limited(EndlessPatience):
+    """Tells `ShippedProcessors` that it may have to defer calls."""
+
+    is_limited = True
+
+
+class Allowances(DeferredCalls):
+    """The calls of an engine that a step does not wait for any longer, and the allowances. Engine thread only.
+
+    Args:
+        share: share of the engine's own time that fills the allowances.
+        clock: returns seconds.
+    """
+
+    def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__(_Limited())
+        self._share = share
+        self._clock = clock
+        self._num_requests = 0
+        self._own_seconds = 0.0
+        self._step_ended: float | None = None
+        self._wait_began = 0.0
+        self._tenants: dict[str, _Bucket] = {}
+        self._requests: dict[str, _Bucket] = {}
+        self._starts: dict[str, float] = {}
+        """Allowances of new requests with classes that were too slow, by the name of the processor."""
+
+    def begin_apply(self, num_requests: int) -> None:
+        """Begin the calls of a step that need its logits.
+
+        Args:
+            num_requests: requests of the step, with and without processors.
+        """
+        self._num_requests = num_requests
+        if self._step_ended is not None:
+            self._own_seconds += min(self._clock() - self._step_ended, MAX_STEP)
+
+    def end_apply(self) -> None:
+        """End the calls of a step."""
+        self._step_ended = self._clock()
+
+    def drop(self, rid: str) -> None:
+        """Drop the allowance of a request that has ended."""
+        self._requests.pop(rid, None)
+
+    def left(self, group: ProcessorGroup) -> float:
+        """Return how long the step still waits for a call, in seconds; infinity: until it ends."""
+        self._wait_began = self._clock()
+        return self._left(_uses(group))
+
+    def ended_in_time(self, group: ProcessorGroup) -> None:
+        """Record that a call has ended while the step waited."""
+        super().ended_in_time(group)
+        self._spend(_uses(group), self._clock() - self._wait_began)
+        name = group.processor.group_name
+        if name in self._starts:
+            self._starts[name] *= 1.1
+            if self._starts[name] >= BURST:
+                del self._starts[name]
+
+    def add(self, call: DeferredCall) -> None:
+        """Take over a call that was too slow."""
+        super().add(call)
+        self._spend(_uses(call.group), self._clock() - self._wait_began)
+        name = call.group.processor.group_name
+        if len(self._starts) >= _MAX_KNOWN:
+            self._starts.clear()
+        self._starts[name] = max(MIN_START, self._starts.get(name, BURST) / 4)
+
+    def begun(self, group: ProcessorGroup, run: Run) -> None:
+        """Lower the priority of a call of a class that was too slow."""
+        if group.processor.group_name in self._starts:
+            run.lower_priority()
+
+    def wait_for(self, uses: Iterable[ProcessorUse]) -> None:
+        """Wait for earlier calls of processors, as long as the allowances of the requests that need them last."""
+        if not self:
+            return
+        waiting: dict[str, list[ProcessorUse]] = {}
+        for use in uses:
+            waiting.setdefault(use.processor.group_name, []).append(use)
+        for call in self._calls.copy():
+            needed = waiting.get(call.group.processor.group_name)
+            if needed is not None:
+                began = self._clock()
+                if call.run.wait(min(self._left(needed), MAX_STEP)):
+                    self._end(call)
+                self._spend(needed, self._clock() - began)
+
+    def too_slow(self, use: ProcessorUse, setting: str) -> ProcessorFault:
+        """Return the fault of a request whose allowance is used up.
+
+        Args:
+            use: the processor that the step no longer waits for.
+            setting: the name of the setting of the share.
+        """
+        bucket = self._bucket(use)
+        message = (
+            f"processor {use.name} is too slow: steps have waited {bucket.used * 1e3:.0f} ms for this request, "
+            f"{max(0.0, bucket.left) * 1e3:.0f} ms of its allowance are left, and it grows by {self._share:g} of the "
+            f"time that the engine computes ({setting})"
+        )
+        return ProcessorFault(message, digest=use.processor.digest, name=use.name, kind="too_slow")
+
+    def _left(self, uses: Collection[ProcessorUse]) -> float:
+        if len({use.rid for use in uses}) >= self._num_requests:
+            return math.inf
+        left = max(self._filled(self._bucket(use)) for use in uses)
+        processor = next(iter(uses)).processor
+        last = self._last.get(processor.group_name)
+        if last is None or last.was_deferred:
+            least = MIN_NEW if last is None else MIN_SLOW
+            left = min(left, max(least, self._filled(self._tenant(processor.tenant))))
+        return max(0.0, left)
+
+    def _spend(self, uses: Collection[ProcessorUse], seconds: float) -> None:
+        rids = {use.rid: use for use in uses}
+        tenant = self._tenant(next(iter(uses)).processor.tenant)
+        for bucket in (tenant, *map(self._bucket, rids.values())):
+            bucket.left = self._filled(bucket) - seconds
+            bucket.used += seconds
+
+    def _bucket(self, use: ProcessorUse) -> _Bucket:
+        if use.rid not in self._requests:
+            start = self._starts.get(use.processor.group_name, BURST)
+            self._requests[use.rid] = _Bucket(start, self._own_seconds)
+        return self._requests[use.rid]
+
+    def _tenant(self, tenant: str) -> _Bucket:
+        return self._tenants.setdefault(tenant, _Bucket(BURST, self._own_seconds))
+
+    def _filled(self, bucket: _Bucket) -> float:
+        """Return what is left of an allowance now."""
+        bucket.left = min(BURST, bucket.left + (self._own_seconds - bucket.at) * self._share)
+        bucket.at = self._own_seconds
+        return bucket.left
+
+
+def _uses(group: ProcessorGroup) -> list[ProcessorUse]:
+    return [member.use for member in group.members]

@@ -1,0 +1,369 @@
+"""SGLang's seat: the requests of its steps, and how it ends one.
+
+Assumptions:
+* SGLang calls `apply` at most once a step, inside the model runner's `sample`, with the logits of all rows.
+* In a step that verifies draft tokens, it calls `apply_to_drafts` and `take_accepted` instead. All tokens before are
+  known.
+
+Guarantees, beside those of `RequestRuntime`:
+* No processor is called for a chunk of a prompt, or again for a token that SGLang drops when it retracts a request: the
+  same token is sampled again.
+* The history is exact in each call, with overlap scheduling too. Where it cannot be, the request ends instead.
+* Nothing is raised: an exception would stop SGLang's scheduler.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from logitship.sampler.processors.processor_groups import ProcessorUse
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.requests.messages import ProcessorRequest
+from logitship.server.runtime.draft_tree import DraftTree
+from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.request_runtime import RequestRuntime
+from logitship.server.runtime.tracked_request import TrackedRequest
+from logitship_sglang import logger
+
+from .finish_abort import abort, abort_message
+from .forward_step import ForwardStep
+from .generate_fields import BEAM_SEARCH, admitted_string, read_fields, sampling_params_of
+from .sampling_ranks import EndedRows, SamplingRanks
+from .sglang_settings import SglangSettings
+
+_NO_DRAFTS = "its processors cannot run in this step, in which SGLang verifies drafts"
+_ATTRIBUTE = "_logitship_request"
+_LOGPROBS = (
+    "next_token_logprobs",
+    "next_token_top_logprobs_val",
+    "next_token_top_logprobs_idx",
+    "next_token_token_ids_logprobs_val",
+    "next_token_token_ids_logprobs_idx",
+)
+"""Fields of SGLang's `LogitsProcessorOutput`."""
+
+Rows: TypeAlias = Mapping[int, TrackedRequest]
+"""The requests with processors, by row of the batch."""
+
+
+@dataclass(eq=False)
+class ScheduledRequest:
+    """SGLang's part of a `TrackedRequest`.
+
+    Attributes:
+        req: SGLang's `Req`; weak, because SGLang's requests die by their reference count.
+        sampled: what SGLang sampled in the step in which the processors were called last.
+    """
+
+    req: weakref.ReferenceType[Any]
+    sampled: SampledRow | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        """True if SGLang has finished the request, or dropped it."""
+        req = self.req()
+        return req is None or bool(req.finished())
+
+
+@dataclass(frozen=True, eq=False)
+class SampledRow:
+    """Sampled token of a row of a step, as SGLang reports it.
+
+    Attributes:
+        row: the row.
+        token_ids: the tokens of all rows.
+        logprobs: fields of SGLang's `LogitsProcessorOutput` with an item for each row, by name; those that it has.
+    """
+
+    row: int
+    token_ids: torch.Tensor
+    logprobs: Mapping[str, Any]
+
+    @property
+    def token(self) -> int:
+        """The token of the row."""
+        return int(self.token_ids[self.row])
+
+
+class SglangSeat:
+    """Runs the processors of the batch's requests, each on its own rows. Implements `EngineSeat`.
+
+    Args:
+        settings: the plugin's.
+        model: the model.
+        processors: loads the requests' processors; None on ranks that run none.
+        ranks: the processes that sample the same tokens.
+    """
+
+    engine = "SGLang"
+
+    def __init__(
+        self, settings: SglangSettings, model: ModelView, processors: PluginProcessors | None, ranks: SamplingRanks
+    ) -> None:
+        self.ranks = ranks
+        self._max_size = settings.max_processor_size
+        self._model = model
+        self._runtime = RequestRuntime(self, settings, model, processors, logger)
+        self._requests: list[TrackedRequest] = []
+        self._repeated: dict[int, TrackedRequest] = {}
+        self._trees: dict[int, DraftTree] = {}
+        self._step: ForwardStep | None = None
+
+    @property
+    def are_used(self) -> bool:
+        """True if requests with processors are in the batch, or were in the last step."""
+        return bool(self._requests)
+
+    def begin(self, rows: Rows, step: ForwardStep) -> None:
+        """Begin calls before their logits exist. Optional, before `sampling`.
+
+        Args:
+            rows: the requests with processors.
+            step: the step that SGLang computes next, whose last tokens are known.
+        """
+        if self.ranks.is_first:
+            with self._runtime.or_fail(rows.values()):
+                self._runtime.begin_step()
+                self._drop_finished()
+                self._runtime.begin(self._sampled_rows(rows, step))
+
+    @contextmanager
+    def sampling(self, step: ForwardStep) -> Iterator[None]:
+        """Let `apply` know the step that it belongs to."""
+        if not self._runtime.begun_rows:
+            self.drop_finished()
+        self._step, self._repeated = step, {}
+        self._runtime.called = {}
+        try:
+            yield
+        finally:
+            self._step = None
+
+    def drop_finished(self) -> None:
+        """Release the processors of requests that SGLang has finished or dropped. Optional, in a step without any."""
+        if self._requests:
+            with self._runtime.or_fail(self._requests):
+                self._runtime.begin_step()
+                self._drop_finished()
+
+    def _drop_finished(self) -> None:
+        finished = [request for request in self._requests if request.record.is_finished]
+        self._requests = [request for request in self._requests if request not in finished]
+        self._runtime.release(finished)
+
+    def apply(self, logits: torch.Tensor, rows: Rows, tokens_per_row: int) -> None:
+        """Run the processors, in place.
+
+        Args:
+            logits: [rows, vocab].
+            rows: the requests with processors.
+            tokens_per_row: number of rows of the logits for each row of the batch.
+        """
+        self._runtime.edited = []
+        if self.ranks.is_first:
+            with self._runtime.or_fail(rows.values()):
+                if self._step is None or tokens_per_row != 1:
+                    _fail_all(rows, _NO_DRAFTS)
+                else:
+                    self._runtime.apply(logits, self._sampled_rows(rows, self._step), len(logits))
+        self._end(rows, self.ranks.share(logits, self._runtime.edited, _ended(rows)))
+
+    def sampled(self, token_ids: torch.Tensor, output: Any) -> None:
+        """Take the tokens that SGLang sampled in this step, and correct the log-probabilities of repeated ones.
+
+        Args:
+            token_ids: the tokens, by row.
+            output: SGLang's `LogitsProcessorOutput`.
+        """
+        logprobs = {name: found for name in _LOGPROBS if (found := getattr(output, name, None)) is not None}
+        with self._runtime.or_fail(self._repeated.values()):
+            for row, request in self._repeated.items():
+                sampled = request.record.sampled
+                for name, values in sampled.logprobs.items():
+                    if name in logprobs:
+                        logprobs[name][row] = values[sampled.row]
+        for row, request in self._runtime.called.items():
+            request.record.sampled = SampledRow(row, token_ids, logprobs)
+
+    def apply_to_drafts(self, logits: torch.Tensor, rows: Rows, trees: Sequence[DraftTree] | None) -> None:
+        """Run the processors on the rows of draft tokens, in place, as if each were accepted.
+
+        Args:
+            logits: [nodes of all trees, vocab].
+            rows: the requests with processors.
+            trees: the draft tokens of each row of the batch; None: they cannot be followed.
+        """
+        self._runtime.edited, self._trees = [], {}
+        if self.ranks.is_first:
+            with self._runtime.or_fail(rows.values()):
+                if trees is None:
+                    _fail_all(rows, _NO_DRAFTS)
+                else:
+                    self._runtime.begin_step()
+                    self._drop_finished()
+                    started = {
+                        trees[row].first_row: row for row, each in rows.items() if self._starts(each, trees[row])
+                    }
+                    self._trees = {row: trees[row] for row in started.values()}
+                    self._runtime.apply(
+                        logits,
+                        {first: rows[row] for first, row in started.items()},
+                        len(trees),
+                        {first: trees[row] for first, row in started.items()},
+                    )
+        self.ranks.share(logits, self._runtime.edited, {})
+
+    def _starts(self, request: TrackedRequest, tree: DraftTree) -> bool:
+        """Bring a history up to date, and return whether the request's next token is sampled."""
+        req = request.record.req()
+        if req is None or request.fault is not None or req.finished():
+            return False
+        _take_new_tokens(request, req.output_ids, len(req.output_ids), -1)
+        if request.params is None or request.output_token_ids[-1:] != [tree.tokens[0]]:
+            request.fail("SGLang's draft tokens do not follow its output")
+        return request.runs
+
+    def take_accepted(self, logits: torch.Tensor, rows: Rows, accepted: Sequence[Sequence[int]]) -> None:
+        """Continue behind the accepted draft tokens, and end requests whose processors failed there.
+
+        Args:
+            logits: those of `apply_to_drafts`.
+            rows: the requests with processors.
+            accepted: for each row of the batch, the rows of the logits from which SGLang took its tokens, in order; the
+                first is that of the last output token. -1: none.
+        """
+        if self.ranks.is_first:
+            with self._runtime.or_fail(rows.values()):
+                for row, tree in self._trees.items():
+                    nodes = [each - tree.first_row for each in accepted[row][1:] if each != -1]
+                    self._runtime.accept(rows[row], [tree.tokens[node] for node in nodes])
+        self._end(rows, self.ranks.share(logits, [], _ended(rows)))
+
+    def _sampled_rows(self, rows: Rows, step: ForwardStep) -> dict[int, TrackedRequest]:
+        """Bring the histories up to date, and return the requests whose next token this step samples."""
+        lengths = step.lengths()
+        found: dict[int, tuple[TrackedRequest, Any, int]] = {}
+        for row, request in rows.items():
+            req = request.record.req()
+            if req is None or request.fault is not None or req.finished():
+                continue
+            length = lengths[row] - len(request.prompt_token_ids)
+            if length >= len(req.output_ids):  # else a chunk of the prompt
+                found[row] = request, req, length
+        late = [row for row, (_, req, length) in found.items() if length > len(req.output_ids)]
+        last_tokens = dict(zip(late, step.last_tokens(late), strict=True)) if late else {}
+        for row, (request, req, length) in found.items():
+            _take_new_tokens(request, req.output_ids, length, last_tokens.get(row, -1))
+            if request.fault is None and request.params is None:
+                self._runtime.load(request)
+                self._requests.append(request)
+        return {row: request for row, (request, _, _) in found.items() if request.runs}
+
+    def processors_of(self, request: TrackedRequest) -> Sequence[ProcessorRequest]:
+        """See `EngineSeat.processors_of`."""
+        req = request.record.req()
+        custom_params = req.sampling_params.custom_params
+        if isinstance(custom_params, dict):
+            custom_params = {key: value for key, value in custom_params.items() if key != "__req__"}
+        if getattr(req, "beam_group", None) is not None:
+            raise ValueError(BEAM_SEARCH)
+        return read_fields(admitted_string(req.custom_logit_processor), custom_params, self._max_size)
+
+    def sampling_params_of(self, request: TrackedRequest, uses: Sequence[ProcessorUse]) -> SamplingParams:
+        """See `EngineSeat.sampling_params_of`."""
+        return sampling_params_of(request.record.req().sampling_params, uses, self._model.eos_token_ids)
+
+    def editing(self, logits: torch.Tensor, running: Mapping[int, TrackedRequest]) -> nullcontext[None]:
+        """See `EngineSeat.editing`. SGLang applies its masks after processors."""
+        return nullcontext()
+
+    def repeat(self, logits: torch.Tensor, repeated: Mapping[int, TrackedRequest]) -> None:
+        """Let SGLang sample the same tokens again, which it had sampled and dropped when it retracted the requests."""
+        for row, request in repeated.items():
+            if request.record.sampled is None:
+                request.fail("SGLang samples a token again whose first sample is not known")
+                continue
+            self._repeated[row] = request
+            logits[row] = -torch.inf
+            logits[row, request.record.sampled.token] = 0.0
+
+    def _end(self, rows: Rows, ended: EndedRows) -> None:
+        """End requests, each once."""
+        for row, (message, num_output_tokens) in ended.items():
+            req = rows[row].record.req()
+            if req is not None and req.to_finish is None and not req.finished():
+                logger.warning("request %s ends: %s", rows[row].rid, message)
+                abort(req, message, num_output_tokens)
+
+
+def scheduled(req: Any) -> TrackedRequest:
+    """Return the plugin's record of a request, a new one at first.
+
+    Args:
+        req: SGLang's `Req`.
+    """
+    request = find_scheduled(req)
+    if request is None:
+        params = req.sampling_params
+        record = ScheduledRequest(weakref.ref(req))
+        request = TrackedRequest(
+            record, req.rid, list(req.origin_input_ids), _ends_of(req), max_tokens=params.max_new_tokens
+        )
+        setattr(req, _ATTRIBUTE, request)
+    return request
+
+
+def find_scheduled(req: Any) -> TrackedRequest | None:
+    """Return the plugin's record of a request; None if no step has met it.
+
+    Args:
+        req: SGLang's `Req`.
+    """
+    found = req.__dict__.get(_ATTRIBUTE)
+    return found if isinstance(found, TrackedRequest) else None
+
+
+def _ends_of(req: Any) -> frozenset[int]:
+    """Return the tokens that end a request."""
+    params = req.sampling_params
+    if params.ignore_eos:
+        return frozenset()
+    ends = {*(params.stop_token_ids or ()), *(req.eos_token_ids or ())}
+    if req.tokenizer is not None:
+        ends |= {req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())}
+    return frozenset(ends)
+
+
+def _take_new_tokens(request: TrackedRequest, known: Sequence[int], length: int, last: int) -> None:
+    """Append the output tokens since the last step.
+
+    Args:
+        request: the request.
+        known: the tokens that the scheduler has processed. With overlap scheduling, the last one is missing.
+        length: number of output tokens that this step continues.
+        last: the last token that the model read.
+    """
+    own = request.output_token_ids
+    own.extend(known[len(own) : length])
+    if len(own) == length - 1:
+        own.append(last)
+    if len(own) != length:
+        request.fail(f"SGLang continues output token {length} of it, of which {len(own)} are known")
+
+
+def _fail_all(rows: Rows, reason: str) -> None:
+    for request in rows.values():
+        request.fail(reason)
+
+
+def _ended(rows: Rows) -> EndedRows:
+    """Return the requests that end, with the reasons and the numbers of their output tokens."""
+    failed = {row: each.fault for row, each in rows.items() if each.fault is not None}
+    return {row: (abort_message(fault), len(rows[row].output_token_ids)) for row, fault in failed.items()}

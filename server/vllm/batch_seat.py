@@ -1,0 +1,179 @@
+"""The seat in vLLM's persistent batch, for its model runner V1.
+
+Assumptions:
+* vLLM calls `update_state` once a step, and `apply` at most once after it, with the logits of all rows.
+* In `apply` the output tokens are known: vLLM fills in the last ones just before.
+* In `begin`, if it is called, they are known already, and so are the rows whose token is discarded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from logitship.sampler.batch_processors.interface import BatchUpdate, MoveDirectionality
+from logitship.sampler.batch_processors.logits_processors import BatchRows
+from logitship.sampler.processors.request_view import ModelView
+from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.tracked_request import INTERNAL_ERROR, TrackedRequest
+
+from .batch_requests import BatchRequests
+from .extra_args import has_processors
+from .log import logger
+from .settings import VllmSettings
+from .vllm_seat import HOLDS_EMBEDDINGS, VllmRanks, VllmSeat
+
+_PLACEHOLDER = -1
+"""vLLM's value for a token that was sampled and is not known yet."""
+
+
+@dataclass(eq=False)
+class _BatchRequest:
+    """A request in the batch, or preempted.
+
+    Attributes:
+        tracked: the request.
+        record: the model runner's own record; None if it could not be found.
+        num_prompt_tokens: length of the prompt. It changes when a client sends the prompt in pieces: each piece is a
+            sequence of its own.
+        live: vLLM's list of its output tokens. It may end in placeholders, and vLLM may replace it.
+    """
+
+    tracked: TrackedRequest
+    record: Any
+    num_prompt_tokens: int
+    live: list[int]
+
+    def new_tokens(self) -> list[int]:
+        """Return the output tokens since the last step. The request ends if they cannot be known."""
+        known = len(self.tracked.output_token_ids)
+        new = self.live[known:]
+        if len(self.live) < known:
+            self.tracked.fail("vLLM took back tokens of its output, which its processors cannot follow")
+        elif _PLACEHOLDER in new:
+            self.tracked.fail(
+                "vLLM does not say which tokens were sampled; start it with --logits-processors, see docs/vllm.md"
+            )
+        return new
+
+
+class BatchSeat(VllmSeat):
+    """`VllmSeat` for model runner V1.
+
+    Args:
+        settings: the plugin's.
+        model: the model.
+        processors: loads the requests' processors; None on ranks that run none.
+        fault_token: the token that ends a request whose processor failed.
+        ranks: the processes that sample the same tokens.
+        requests: looks up requests in the model runner.
+    """
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        model: ModelView,
+        processors: PluginProcessors | None,
+        fault_token: int,
+        ranks: VllmRanks,
+        requests: BatchRequests,
+    ) -> None:
+        super().__init__(settings, model, processors, fault_token, ranks)
+        self._runner_requests = requests
+        self._requests: dict[str, _BatchRequest] = {}
+        self._rows: BatchRows[_BatchRequest] = BatchRows(self._add)
+
+    def update_state(self, update: Any) -> None:
+        """Apply vLLM's `BatchUpdate`; None: the rows are the same as in the last step."""
+        is_empty = not self._rows and not self._requests
+        if is_empty and not (update and any(has_processors(params) for _, params, _, _ in update.added)):
+            return
+        with self._runtime.or_fail(each.tracked for each in self._requests.values()):
+            self._runtime.begin_step()
+            if update is not None:
+                self._rows.update(_converted(update))
+            present = set(self._rows.values())
+            absent = [each for each in self._requests.values() if each not in present]
+            self._drop([each for each in absent if not self._runner_requests.is_unfinished(each.record)])
+
+    def begin(self) -> None:
+        """Begin calls before their logits exist. Optional, after `update_state`."""
+        if not self._rows or not self.ranks.is_first:
+            return
+        with self._runtime.or_fail(each.tracked for each in self._rows.values()):
+            discarded = self._runner_requests.discarded_rows_ahead(self._rows)
+            if discarded is not None:
+                self._runtime.begin(self._take_new_tokens(self._rows.keys() - discarded))
+
+    def apply(self, logits: torch.Tensor) -> None:
+        """Run the processors, in place.
+
+        Args:
+            logits: [rows, vocab].
+        """
+        if not self._rows:
+            return
+        discarded: set[int] = set()
+        rows = {row: each.tracked for row, each in self._rows.items()}
+        with self._runtime.or_fail(rows.values()):
+            discarded = self._runner_requests.discarded_rows(len(logits))
+        sampled = rows.keys() - discarded
+        if not sampled:
+            return
+        with self._runtime.or_fail(rows.values()):
+            self._take_new_tokens(sampled)
+        self._run(logits, {row: rows[row] for row in sorted(sampled)}, len(logits))
+
+    def _take_new_tokens(self, rows: Iterable[int]) -> dict[int, TrackedRequest]:
+        """Bring the histories of some rows up to date, and return the rows' requests."""
+        requests = {row: self._rows[row] for row in sorted(rows)}
+        for request in requests.values():
+            self._append(request.tracked, request.new_tokens())
+        return {row: request.tracked for row, request in requests.items()}
+
+    def _add(self, params: Any, prompt_token_ids: list[int] | None, live: list[int]) -> _BatchRequest | None:
+        """Return the request that was added to the batch; None if it has no processors.
+
+        Nothing is raised: the rows after it would not be followed, and it would run without its processors.
+        """
+        if not has_processors(params):
+            return None
+        try:
+            return self._find_or_track(params, live)
+        except Exception:  # noqa: BLE001  # boundary: vLLM
+            logger.exception("logitship cannot follow a request with processors: it ends")
+            unknown = _BatchRequest(self._track("(unknown)", params, []), None, 0, live)
+            unknown.tracked.fail(INTERNAL_ERROR)
+            return unknown
+
+    def _find_or_track(self, params: Any, live: list[int]) -> _BatchRequest:
+        """Return a preempted request that resumes, else a new one."""
+        record = self._runner_requests.request_of(live)
+        known = self._requests.get(record.req_id)
+        if known is not None and known.record is record and known.num_prompt_tokens == record.num_prompt_tokens:
+            known.live = live
+            return known
+        if known is not None:
+            self._drop([known])
+        tracked = self._track(record.req_id, params, record.prompt_token_ids or [])
+        request = self._requests[record.req_id] = _BatchRequest(tracked, record, record.num_prompt_tokens, live)
+        if record.prompt_token_ids is None or not all(record.prompt_is_token_ids or ()):
+            tracked.fail(HOLDS_EMBEDDINGS)
+        else:
+            self._runtime.load(tracked)
+        return request
+
+    def _drop(self, requests: list[_BatchRequest]) -> None:
+        """Drop finished requests and release their processors."""
+        for request in requests:
+            del self._requests[request.tracked.rid]
+        self._runtime.release([request.tracked for request in requests])
+
+
+def _converted(update: Any) -> BatchUpdate:
+    """Convert vLLM's `BatchUpdate` to ours: they differ in the class of the directions only."""
+    moved = [(source, target, MoveDirectionality[direction.name]) for source, target, direction in update.moved]
+    return BatchUpdate(update.batch_size, update.removed, update.added, moved)

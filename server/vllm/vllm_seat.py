@@ -1,0 +1,190 @@
+"""vLLM's seat, as far as its two model runners share it: how a request ends, and what its logits are protected from.
+
+Guarantees, beside those of `RequestRuntime`:
+* The history is exact in each call. Where it cannot be, the request ends instead.
+* A request ends with the *fault token*, which is a stop token of all requests with processors, and is sampled for no
+  other reason: a plugin has no other way to end one.
+* Nothing is raised: an exception would stop vLLM's engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import Any, Protocol, TypeAlias
+
+import torch
+
+from logitship.sampler.author_code.calls import non_finite_fault
+from logitship.sampler.processors.processor_groups import ProcessorUse
+from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.requests.messages import ProcessorRequest
+from logitship.server.runtime.draft_tree import DraftTree
+from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.request_runtime import RequestRuntime
+from logitship.server.runtime.seat import Ranks
+from logitship.server.runtime.tracked_request import TrackedRequest
+
+from .extra_args import read_processors, sampling_params
+from .log import logger
+from .settings import VllmSettings
+
+Drafts: TypeAlias = Mapping[int, Sequence[int]]
+"""Draft tokens of some rows. The rows behind them follow the row."""
+
+HOLDS_EMBEDDINGS = "its prompt holds embeddings, which processors cannot read"
+"""Reason of a request whose prompt is not known as tokens."""
+_HARD_MASKS = ("structured_outputs", "allowed_token_ids", "bad_words")
+"""Parameters of masks that vLLM applies before it calls any logits processor, and not again after."""
+
+
+class VllmRanks(Ranks, Protocol):
+    """vLLM's tensor-parallel ranks."""
+
+    def broadcast(self, logits: torch.Tensor, rows: list[int]) -> None:
+        """Overwrite some rows of the logits with those of the first rank. All ranks call it for the same rows."""
+        ...
+
+
+class VllmSeat:
+    """Runs the processors of requests, each on its own rows. Implements `EngineSeat`.
+
+    A request's record is vLLM's `SamplingParams`.
+
+    Args:
+        settings: the plugin's.
+        model: the model.
+        processors: loads the requests' processors; None on ranks that run none.
+        fault_token: the token that ends a request whose processor failed.
+        ranks: the processes that sample the same tokens.
+    """
+
+    engine = "vLLM"
+
+    def __init__(
+        self,
+        settings: VllmSettings,
+        model: ModelView,
+        processors: PluginProcessors | None,
+        fault_token: int,
+        ranks: VllmRanks,
+    ) -> None:
+        self.ranks = ranks
+        self._max_size = settings.max_processor_size
+        self._model = model
+        self._fault_token = fault_token
+        self._runtime = RequestRuntime(self, settings, model, processors, logger)
+
+    def _track(self, rid: str, params: Any, prompt_token_ids: list[int]) -> TrackedRequest:
+        """Return a new request, without its processors."""
+        stops = frozenset(params.stop_token_ids or ())
+        return TrackedRequest(
+            params,
+            rid,
+            prompt_token_ids,
+            stops if params.ignore_eos else stops | self._model.eos_token_ids,
+            max_tokens=params.max_tokens,
+            # vLLM's thinking budget forces its tokens after the processors, also those that they forbid.
+            follows_forbidden=getattr(params, "thinking_token_budget", None) is not None,
+        )
+
+    def _append(self, request: TrackedRequest, new: Sequence[int]) -> None:
+        """Append the output tokens since the last step: draft tokens that vLLM accepted, and one more."""
+        known = len(request.output_token_ids)
+        if new and request.drafts:
+            self._runtime.accept(request, [*new[:-1]])
+        if request.fault is None and not request.is_complete:
+            request.output_token_ids += new[len(request.output_token_ids) - known :]
+
+    def _run(
+        self,
+        logits: torch.Tensor,
+        rows: Mapping[int, TrackedRequest],
+        num_requests: int,
+        drafts: Drafts = MappingProxyType({}),
+    ) -> None:
+        """Run the processors of the rows that are sampled, in place. All ranks call it for the same rows.
+
+        Args:
+            logits: [rows, vocab].
+            rows: requests with known histories, by row.
+            num_requests: requests of the step, with and without processors.
+            drafts: draft tokens of some of the rows.
+        """
+        if self.ranks.is_first:
+            self._runtime.behind_drafts = {}
+            with self._runtime.or_fail(rows.values()):
+                trees = {row: DraftTree.chain(row, tokens) for row, tokens in drafts.items()}
+                self._runtime.apply(logits, rows, num_requests, trees)
+            self._force_fault_tokens(logits, rows, drafts)
+        behind = [row + depth for row, tokens in drafts.items() for depth in range(1, len(tokens) + 1)]
+        self.ranks.broadcast(logits, [*rows, *behind])
+
+    def _force_fault_tokens(self, logits: torch.Tensor, rows: Mapping[int, TrackedRequest], drafts: Drafts) -> None:
+        """Let vLLM sample the fault token for requests that end, also where that depends on an accepted draft."""
+        for first, request in rows.items():
+            end = first + 1 + len(drafts.get(first, ()))
+            states = {first: request} | {row: self._runtime.behind_drafts.get(row) for row in range(first + 1, end)}
+            for row, state in states.items():
+                if state is not None and state.fault is not None:
+                    logits[row:end] = -torch.inf
+                    logits[row:end, self._fault_token] = 0.0
+                    self._report(state, is_draft=row != first)
+                    break
+
+    def _report(self, request: TrackedRequest, *, is_draft: bool) -> None:
+        """Log a fault once: vLLM cannot send it to the client."""
+        fault = request.fault
+        if request.is_reported or fault is None:
+            return
+        request.is_reported = True
+        logger.error(
+            "request %s ends with stop_reason %d%s: %s%s",
+            request.rid,
+            self._fault_token,
+            ", if vLLM accepts its draft tokens" if is_draft else "",
+            fault,
+            f"\n{fault.traceback}" if fault.traceback else "",
+        )
+
+    @contextmanager
+    def editing(self, logits: torch.Tensor, running: Mapping[int, TrackedRequest]) -> Iterator[None]:
+        """Enclose the calls of a step: the fault token and what vLLM's masks forbid stay forbidden.
+
+        A request ends if its processors left no other token.
+        """
+        # Forbidden before the processors run: sampled by chance, it would be taken for a fault.
+        logits[list(running), self._fault_token] = -torch.inf
+        hard = {row: masks for row, request in running.items() if (masks := _hard_masks(request.record))}
+        forbidden = logits[[*hard]].isneginf()
+        yield
+        if hard:
+            logits[[*hard]] = logits[[*hard]].masked_fill(forbidden, -torch.inf)
+        rows = [row for row in running if running[row].fault is None]
+        given = logits[rows, self._fault_token].isneginf().logical_not().tolist()
+        logits[rows, self._fault_token] = -torch.inf
+        for row in {*hard, *(row for row, is_given in zip(rows, given, strict=True) if is_given)}:
+            request = running[row]
+            if request.fault is None and not logits[row].amax().isfinite():
+                last = request.uses[-1].processor
+                before = (*hard.get(row, ()), f"the reserved token {self._fault_token}")
+                request.fault = non_finite_fault(logits[row], name=last.name, digest=last.digest, before=before)
+
+    def repeat(self, logits: torch.Tensor, repeated: Mapping[int, TrackedRequest]) -> None:
+        """End requests whose last token vLLM has dropped: it does not say which one it was."""
+        for request in repeated.values():
+            request.fail("vLLM samples a token again that its processors were called for")
+
+    def processors_of(self, request: TrackedRequest) -> Sequence[ProcessorRequest]:
+        """See `EngineSeat.processors_of`."""
+        return read_processors(request.record.extra_args, self._max_size)
+
+    def sampling_params_of(self, request: TrackedRequest, uses: Sequence[ProcessorUse]) -> SamplingParams:
+        """See `EngineSeat.sampling_params_of`."""
+        return sampling_params(request.record, uses, self._model.eos_token_ids)
+
+
+def _hard_masks(params: Any) -> tuple[str, ...]:
+    return tuple(name for name in _HARD_MASKS if getattr(params, name))
