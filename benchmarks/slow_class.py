@@ -1,4 +1,4 @@
-"""What a slow class inside SGLang or vLLM costs plain requests.
+"""Cost of a slow class inside SGLang or vLLM for plain requests.
 
     logitship serve …, sglang serve … or vllm serve … with the plugin, then
     python benchmarks/slow_class.py URL [--seconds 30] [--streams 8]

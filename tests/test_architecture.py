@@ -24,7 +24,10 @@ RIDDLES = ("How", "Of", "That", "Those", "What", "When", "Where", "Whether", "Wh
 """First words of docstrings that describe a thing without naming it."""
 RIDDLE = re.compile(rf"""["'][\s\\]*(?:{"|".join(RIDDLES)})\b""")
 """Finds the files that may have one: parsing all takes long."""
-BOUNDARIES = ("SGLang", "author code", "engine thread", "event loop", "process death", "third-party code", "vLLM")
+BOUNDARIES = (
+    *("SGLang", "author code", "engine thread", "event loop", "other engine", "process death", "third-party code"),
+    "vLLM",
+)
 """Places where any exception is caught. `CONTRIBUTING.md` lists them."""
 STAND_INS = {
     "FinishReason": "in the client, the record of the server's class",

@@ -1,4 +1,4 @@
-"""How long a step waits for processors, in an engine whose rows cannot sit a step out.
+"""Limits of the time that a step waits for processors, in an engine whose rows cannot sit a step out.
 
 A step waits for a late call as long as the allowances of its requests last. Each request has one, and so has each
 tenant: a token bucket of seconds, which fills with a share of the engine's own time, up to a burst. If they are used
@@ -6,7 +6,7 @@ up, the requests of the call end as too slow; the call continues behind the engi
 other requests lose a share of their speed, and not seconds.
 
 A tenant's allowance limits the calls of new classes, and of those whose last call was too slow. A step waits without a
-limit if all of its requests belong to the call.
+limit if all requests of the last steps belong to the call.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from logitship.sampler.processors.processor_groups import ProcessorGroup, Proces
 
 BURST = 0.25
 """Seconds that a request or a tenant may use at once: a first call often prepares something."""
+MIN_GROWTH = 0.01
+"""Seconds by which an allowance grows in each step, at least: a call takes a few milliseconds where cores are busy."""
 MIN_NEW = 0.05
 """Seconds that a step waits for a call of a new class in any case, if its request has not used up its own allowance."""
 MIN_SLOW = 0.01
@@ -31,6 +33,8 @@ MIN_START = 0.001
 """Allowance with which the next request of a class starts that was too slow many times."""
 MAX_STEP = 1.0
 """Longest time between two steps that counts as the engine's own. Without requests, it waits."""
+MEMORY = 16
+"""Number of steps for which other requests are remembered: an engine may compute prompts in steps of their own."""
 _MAX_KNOWN = 4096
 """Number of classes that are remembered as too slow."""
 
@@ -40,8 +44,8 @@ class _Bucket:
     """An allowance.
 
     Attributes:
-        left: seconds, when the engine had computed for `at` seconds.
-        at: the engine's own seconds.
+        left: seconds, when all allowances had grown by `at`.
+        at: seconds.
         used: seconds that steps have waited.
     """
 
@@ -68,8 +72,11 @@ class Allowances(DeferredCalls):
         super().__init__(_Limited())
         self._share = share
         self._clock = clock
-        self._num_requests = 0
-        self._own_seconds = 0.0
+        self._num_requests = self._num_steps = 0
+        self._others_at = -math.inf
+        """The last step with requests that waited for other ones."""
+        self._growth = 0.0
+        """Seconds by which allowances have grown since the start."""
         self._step_ended: float | None = None
         self._wait_began = 0.0
         self._tenants: dict[str, _Bucket] = {}
@@ -84,8 +91,15 @@ class Allowances(DeferredCalls):
             num_requests: requests of the step, with and without processors.
         """
         self._num_requests = num_requests
+        self._num_steps += 1
         if self._step_ended is not None:
-            self._own_seconds += min(self._clock() - self._step_ended, MAX_STEP)
+            own = min(self._clock() - self._step_ended, MAX_STEP)
+            self._growth += max(MIN_GROWTH, self._share * own)
+
+    def plain_step(self) -> None:
+        """Record a step without processors."""
+        self._num_steps += 1
+        self._others_at = self._num_steps
 
     def end_apply(self) -> None:
         """End the calls of a step."""
@@ -150,12 +164,14 @@ class Allowances(DeferredCalls):
         message = (
             f"processor {use.name} is too slow: steps have waited {bucket.used * 1e3:.0f} ms for this request, "
             f"{max(0.0, bucket.left) * 1e3:.0f} ms of its allowance are left, and it grows by {self._share:g} of the "
-            f"time that the engine computes ({setting})"
+            f"time that the engine computes ({setting}), at least {MIN_GROWTH * 1e3:.0f} ms a step"
         )
         return ProcessorFault(message, digest=use.processor.digest, name=use.name, kind="too_slow")
 
     def _left(self, uses: Collection[ProcessorUse]) -> float:
-        if len({use.rid for use in uses}) >= self._num_requests:
+        if self._num_requests > len({use.rid for use in uses}):
+            self._others_at = self._num_steps
+        if self._num_steps - self._others_at > MEMORY:
             return math.inf
         left = max(self._filled(self._bucket(use)) for use in uses)
         processor = next(iter(uses)).processor
@@ -175,16 +191,16 @@ class Allowances(DeferredCalls):
     def _bucket(self, use: ProcessorUse) -> _Bucket:
         if use.rid not in self._requests:
             start = self._starts.get(use.processor.group_name, BURST)
-            self._requests[use.rid] = _Bucket(start, self._own_seconds)
+            self._requests[use.rid] = _Bucket(start, self._growth)
         return self._requests[use.rid]
 
     def _tenant(self, tenant: str) -> _Bucket:
-        return self._tenants.setdefault(tenant, _Bucket(BURST, self._own_seconds))
+        return self._tenants.setdefault(tenant, _Bucket(BURST, self._growth))
 
     def _filled(self, bucket: _Bucket) -> float:
         """Return what is left of an allowance now."""
-        bucket.left = min(BURST, bucket.left + (self._own_seconds - bucket.at) * self._share)
-        bucket.at = self._own_seconds
+        bucket.left = min(BURST, bucket.left + self._growth - bucket.at)
+        bucket.at = self._growth
         return bucket.left
 
 

@@ -97,7 +97,7 @@ class RequestRuntime:
         try:
             with own_random_numbers(self._seat.ranks.size if self._runs_code_here else 1):
                 yield
-        except Exception:  # boundary: SGLang, vLLM
+        except Exception:  # boundary: other engine
             self._logger.exception("logitship failed in a step: all requests with processors end")
             for request in [*requests]:
                 request.fail(INTERNAL_ERROR)
@@ -126,7 +126,7 @@ class RequestRuntime:
             self._kept.update(uses)
         except ValueError as error:
             request.fail(str(error))
-        except Exception:  # boundary: SGLang, vLLM
+        except Exception:  # boundary: other engine
             self._logger.exception("the processors of request %s cannot be loaded", request.rid)
             request.fail(INTERNAL_ERROR)
 
@@ -190,6 +190,10 @@ class RequestRuntime:
         self._shipped.close_absent()  # preempted requests had no row
         if self._processors is not None:
             self._processors.release(use for request in finished for use in request.uses)
+
+    def plain_step(self) -> None:
+        """Record a step without processors, whose requests may wait for those of other steps."""
+        self._allowances.plain_step()
 
     @property
     def begun_rows(self) -> list[int]:

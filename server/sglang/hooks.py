@@ -107,7 +107,7 @@ def sample(sample: Function, runner: Any, logits_output: Any, forward_batch: Any
     if _steps is None:
         return sample(runner, logits_output, forward_batch)
     if not forward_batch.sampling_info.has_custom_logit_processor:
-        _steps.drop_finished()
+        _steps.plain_step()
         return sample(runner, logits_output, forward_batch)
     with _steps.sampling(ForwardStep(forward_batch)):
         token_ids = sample(runner, logits_output, forward_batch)

@@ -146,8 +146,13 @@ class SglangSeat:
         finally:
             self._step = None
 
+    def plain_step(self) -> None:
+        """Take part in a step without processors."""
+        self._runtime.plain_step()
+        self.drop_finished()
+
     def drop_finished(self) -> None:
-        """Release the processors of requests that SGLang has finished or dropped. Optional, in a step without any."""
+        """Release the processors of requests that SGLang has finished or dropped."""
         if self._requests:
             with self._runtime.or_fail(self._requests):
                 self._runtime.begin_step()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from logitship.server.runtime.allowances import BURST, MIN_NEW, MIN_START, Allowances
+from logitship.server.runtime.allowances import BURST, MEMORY, MIN_NEW, MIN_START, Allowances
 
 
 class Clock:
@@ -61,6 +61,16 @@ def test_request_that_is_alone_is_not_limited() -> None:
     assert steps.call(FakeGroup("a"), 50.0, num_requests=1)
     assert steps.call(FakeGroup("a", "b"), 50.0, num_requests=2)
     assert not steps.call(FakeGroup("a"), 50.0, num_requests=2)
+
+
+def test_requests_of_other_steps_count() -> None:
+    """SGLang computes the prompt of a request in a step without the decoding ones."""
+    steps = Steps()
+    steps.allowances.plain_step()
+    assert not steps.call(FakeGroup("a"), 50.0, num_requests=1)
+    for _ in range(MEMORY):
+        steps.call(FakeGroup("a"), 0.001, num_requests=1)
+    assert steps.call(FakeGroup("a"), 50.0, num_requests=1)
 
 
 def test_next_request_of_a_slow_class_starts_with_less() -> None:
