@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from logitship.client.errors import ProcessorFault
@@ -153,13 +153,14 @@ class Allowances(DeferredCalls):
                     self._end(call)
                 self._spend(needed, self._clock() - began)
 
-    def too_slow(self, use: ProcessorUse, setting: str) -> ProcessorFault:
-        """Return the fault of a request whose allowance is used up.
+    def too_slow(self, uses: Sequence[ProcessorUse], setting: str) -> ProcessorFault:
+        """Return the fault of a request that a step no longer waits for.
 
         Args:
-            use: the processor that the step no longer waits for.
+            uses: the processors of the request.
             setting: the name of the setting of the share.
         """
+        use = next((each for each in uses if self.is_busy(each.processor.group_name)), uses[0])
         bucket = self._bucket(use)
         message = (
             f"processor {use.name} is too slow: steps have waited {bucket.used * 1e3:.0f} ms for this request, "

@@ -273,7 +273,7 @@ class RequestRuntime:
                 running[row].fault = fault
             for row in self._shipped.take_deferred():
                 request = running[row]
-                request.fault = request.fault or self._allowances.too_slow(request.uses[0], self._share_setting)
+                request.fault = request.fault or self._allowances.too_slow(request.uses, self._share_setting)
 
     def _difference(self, running: dict[int, TrackedRequest]) -> BatchUpdate | None:
         """Return what changed since the last step in the rows that run; a move is a removal and an addition."""

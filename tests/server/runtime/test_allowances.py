@@ -96,7 +96,7 @@ def test_requests_get_a_little_when_others_have_used_up_the_tenants() -> None:
 def test_slow_request_is_told_what_it_used() -> None:
     steps, group = Steps(), FakeGroup("a")
     steps.call(group, 5.0)
-    fault = steps.allowances.too_slow(group.members[0].use, "LOGITSHIP_VLLM_STEP_SHARE")
+    fault = steps.allowances.too_slow([group.members[0].use], "LOGITSHIP_VLLM_STEP_SHARE")
     assert fault.kind == "too_slow"
     assert "steps have waited 250 ms for this request" in fault.message
     assert "0.2 of the time that the engine computes (LOGITSHIP_VLLM_STEP_SHARE)" in fault.message
