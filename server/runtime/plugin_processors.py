@@ -65,6 +65,7 @@ class PluginProcessors:
     ) -> None:
         self.in_use = 0
         self._settings = settings
+        self._executor = executor
         self._loader = ProcessorLoader(
             registry,
             ProcessorCache(executor, max_entries=max_entries, max_bytes=ServerConfig.processor_cache_bytes),
@@ -119,6 +120,12 @@ class PluginProcessors:
         for use in uses:
             self._loader.release(use.processor)
             self.in_use -= 1
+
+    def close(self) -> None:
+        """End the sandboxes."""
+        self._loader.close()
+        if isinstance(self._executor, SandboxExecutor):
+            self._executor.close()
 
     def _use(self, request: ProcessorRequest, rid: str) -> ProcessorUse:
         try:

@@ -176,6 +176,20 @@ class RequestRuntime:
         """Continue a request behind the draft tokens that the engine accepted, and drop its other drafts."""
         self._close(request.accept(tokens, self._seat.engine))
 
+    def fork(self, request: TrackedRequest, token: int) -> TrackedRequest:
+        """Return another sequence that continues a request as of its last call, with a token of its own."""
+        fork = request.add_draft(token)
+        request.drafts = {}
+        self._kept.update(fork.uses)
+        return fork
+
+    def drop(self, sequences: Iterable[TrackedRequest]) -> None:
+        """Drop sequences of requests, whose other sequences may go on."""
+        dropped = set(sequences)
+        self._close(use for each in dropped for use in each.uses)
+        left = {row: each for row, each in self._running.items() if each not in dropped}
+        self._shipped.update_state(self._difference(left))
+
     def release(self, finished: Sequence[TrackedRequest]) -> None:
         """Release the processors of requests that have ended."""
         states = {state for request in finished for state in request.states}

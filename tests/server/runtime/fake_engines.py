@@ -9,10 +9,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
+from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import ProcessorExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime import plugin_processors
@@ -22,6 +24,7 @@ from logitship.server.runtime.request_runtime import RequestRuntime
 from logitship.server.sglang.generate_fields import ADMITTED
 from logitship.server.sglang.sglang_seat import SglangSeat
 from logitship.server.sglang.sglang_settings import SglangSettings
+from logitship.server.transformers.generate_seat import ShippedLogitsProcessor, TransformersSettings
 from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.batch_seat import BatchSeat
 from logitship.server.vllm.settings import VllmSettings
@@ -102,12 +105,19 @@ class FakeEngine(ABC):
 
     def __init__(self, executor: ProcessorExecutor | None = None, **settings: Any) -> None:
         self.ends: dict[str, str] = {}
+        self._executor = executor
         self.settings = self._settings(**{"processor_isolation": "none"} | settings)
+        with self._own_executor():
+            self.processors = for_execution(self.settings, self.model, MAX_ROWS, LOGGER)
+
+    @contextmanager
+    def _own_executor(self) -> Iterator[None]:
+        """Let processors that are made meanwhile run in the engine's own executor, if it has one."""
         make = plugin_processors.shipped_executor
         try:
-            if executor is not None:
-                plugin_processors.shipped_executor = lambda *_: executor
-            self.processors = for_execution(self.settings, self.model, MAX_ROWS, LOGGER)
+            if self._executor is not None:
+                plugin_processors.shipped_executor = lambda *_: self._executor
+            yield
         finally:
             plugin_processors.shipped_executor = make
 
@@ -251,6 +261,42 @@ class VllmV2Async(VllmV2):
     begins_early = False
 
 
+class Transformers(FakeEngine):
+    """Hugging Face `generate()`, which runs one request after the other."""
+
+    begins_early = False
+
+    def _settings(self, **settings: Any) -> TransformersSettings:
+        return TransformersSettings(**settings)
+
+    @property
+    def runtime(self) -> RequestRuntime:
+        return self._seat._runtime
+
+    def _run(self, seed: int, *jobs: Job) -> dict[str, list[int]]:
+        return {job.rid: self.plain(job) if job.first is None else self._generate(job) for job in jobs}
+
+    def _generate(self, job: Job) -> list[int]:
+        assert isinstance(self.settings, TransformersSettings)
+        ends = [fake_runner.EOS, *job.stop]
+        model = SimpleNamespace(
+            generation_config=SimpleNamespace(eos_token_id=ends, pad_token_id=None),
+            get_output_embeddings=lambda: SimpleNamespace(weight=torch.empty(VOCAB_SIZE, 1)),
+        )
+        entry = {"processor": json.loads(job.string), "params": job.params}
+        with self._own_executor():
+            self._seat = ShippedLogitsProcessor(model, None, [entry], settings=self.settings)
+        self._seat._processors = self._seat._runtime._processors = self.processors
+        tokens = [7] * job.prompt
+        try:
+            while len(tokens) < job.prompt + job.tokens and tokens[job.prompt :][-1:] not in [[end] for end in ends]:
+                tokens.append(int(self._seat(torch.tensor([tokens]), torch.zeros(1, VOCAB_SIZE)).argmax()))
+        except ProcessorFault as fault:
+            self.ends[job.rid] = f"{fault}\n{fault.traceback}"
+        self._seat._release()
+        return tokens[job.prompt :]
+
+
 @dataclass
 class _SlotScheduler:
     """Schedules requests at random, as vLLM may: chunks of prompts, requests that sit out a step, and preemption."""
@@ -309,4 +355,5 @@ def _extra_args(job: Job) -> dict[str, Any] | None:
     return {"custom_logit_processor": job.string, "custom_params": job.params}
 
 
-ENGINES: tuple[type[FakeEngine], ...] = (Sglang, SglangOverlap, VllmV1, VllmV1Async, VllmV2, VllmV2Async)
+BATCHED: tuple[type[FakeEngine], ...] = (Sglang, SglangOverlap, VllmV1, VllmV1Async, VllmV2, VllmV2Async)
+ENGINES = (*BATCHED, Transformers)

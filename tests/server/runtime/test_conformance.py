@@ -11,10 +11,13 @@ import torch
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.server.runtime import allowances
 from logitship.server.runtime.request_runtime import RequestRuntime
+from logitship.server.sglang.sampling_ranks import SamplingRanks
+from logitship.server.transformers import ShippedLogitsProcessor
 from tests.helpers.random_cases import random_seeds
 from tests.server.vllm.early_executor import EarlyExecutor
+from tests.server.vllm.fake_runner import OneRank
 
-from .fake_engines import ENGINES, FakeEngine, Job
+from .fake_engines import BATCHED, ENGINES, FakeEngine, Job
 
 engines = pytest.mark.parametrize("engine", ENGINES)
 
@@ -115,11 +118,9 @@ def test_code_in_this_process_leaves_the_random_numbers_of_ranks_as_they_were(
     engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks sample from generators in the same state. One that drew more numbers would sample other tokens."""
-    for ranks in ("logitship.server.sglang.sampling_ranks.SamplingRanks", "tests.server.vllm.fake_runner.OneRank"):
-        monkeypatch.setattr(f"{ranks}.size", 2)
-    monkeypatch.setattr(
-        "logitship.server.sglang.sampling_ranks.SamplingRanks.share", lambda _, logits, rows, ended: ended
-    )
+    for ranks in (SamplingRanks, OneRank, ShippedLogitsProcessor.ranks):
+        monkeypatch.setattr(ranks, "size", 2)
+    monkeypatch.setattr(SamplingRanks, "share", lambda _, logits, rows, ended: ended)
     before = torch.random.get_rng_state()
     fake = engine()
     fake.run(0, Job("x", source=(RANDOM, "Random")))
@@ -139,7 +140,7 @@ class Sleeps(CustomLogitProcessor):
 
 
 @pytest.mark.slow
-@engines
+@pytest.mark.parametrize("engine", BATCHED)
 def test_slow_request_ends_and_others_continue(engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second may find the processor busy with a call of the first."""
     monkeypatch.setattr(allowances, "BURST", 1.0)  # a fast call takes less on a busy machine, too

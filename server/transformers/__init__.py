@@ -1,0 +1,5 @@
+"""Shipped processors in `generate()` of Hugging Face transformers."""
+
+from .generate_seat import ShippedLogitsProcessor
+
+__all__ = ["ShippedLogitsProcessor"]
