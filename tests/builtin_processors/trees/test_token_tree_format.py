@@ -71,7 +71,7 @@ def test_recorded(case: dict[str, Any], tmp_path: Path) -> None:
         ('{"prefix_dict": {"": {}}}', "prefix_dict['']: a path cannot be empty"),
         ('{"": []}', 'the member without a name ("") holds an array or an object'),
         ('{"": {"a": {}}}', 'the member without a name ("") holds an array or an object'),
-        ('{"prefix_dict":\n {"225": [1,]}}', "line 2, column 13"),
+        ('{"prefix_dict":\n {"225": [1,]}}', "line 2, column 1"),
         ('{"sep": NaN}', "is not JSON: NaN is not a JSON number"),
         ("[" * 100_000, "is not JSON: "),
         ("1" * 5000, "is not JSON: "),

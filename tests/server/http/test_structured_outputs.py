@@ -349,7 +349,7 @@ REFUSED: list[tuple[str, dict[str, Any], str, str]] = [
         "custom_params",
         "the regular expression cannot be used",
     ),
-    (COMPLETIONS, {"json_schema": "[" * 5000}, "json_schema", "nests too deeply"),
+    (COMPLETIONS, {"json_schema": '{"items":' * 5000 + "{}" + "}" * 5000}, "json_schema", "nests too deeply"),
     (COMPLETIONS, {"guided_json": json.loads('{"items":' * 150 + "{}" + "}" * 150)}, "guided_json", "nest"),
 ]
 
