@@ -21,7 +21,7 @@ from logitship.sampler.processors.deferred_calls import DeferredCall, DeferredCa
 from logitship.sampler.processors.executor import Run
 from logitship.sampler.processors.processor_groups import ProcessorGroup, ProcessorUse
 
-BURST = 0.25
+BURST = 1.0
 """Seconds that a request or a tenant may use at once: a first call often prepares something."""
 MIN_GROWTH = 0.01
 """Seconds by which an allowance grows in each step, at least: a call takes a few milliseconds where cores are busy."""
