@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -70,4 +71,6 @@ def _end_from_anywhere(end: Callable[[], None]) -> None:
     if threading.current_thread() is threading.main_thread():
         end()
     else:
-        threading.Thread(target=end, name="logitship-end", daemon=True).start()
+        # Since Python 3.12, no thread can start while the interpreter shuts down, which ends the engine's threads.
+        with contextlib.suppress(RuntimeError):
+            threading.Thread(target=end, name="logitship-end", daemon=True).start()

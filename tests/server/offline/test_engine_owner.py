@@ -3,6 +3,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -115,3 +116,26 @@ def test_program_without_shutdown_exits(tmp_path: Path) -> None:
     )
     assert (result.returncode, result.stdout) == (0, "done\n"), result.stderr
     assert result.stderr == ""
+
+
+def test_collected_while_no_thread_can_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since Python 3.12, none can while the interpreter shuts down."""
+    errors: list[BaseException] = []
+    ended: list[bool] = []
+
+    def collect() -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", fail)
+            try:
+                engine_owner._end_from_anywhere(lambda: ended.append(True))
+            except RuntimeError as error:
+                errors.append(error)
+
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    thread = threading.Thread(target=collect)
+    thread.start()
+    thread.join()
+    assert not errors
+    assert not ended
