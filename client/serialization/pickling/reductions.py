@@ -5,6 +5,7 @@ This module imports dill.
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import functools
 import inspect
@@ -90,9 +91,10 @@ def reduce_value(obj: Any) -> Any:
     if type(obj) is functools.partial:
         # Reading the __dict__ of a partial creates it, which would change the bytes.
         return functools.partial, (obj.func,), (obj.func, obj.args, obj.keywords, obj.__dict__ or None)
-    if type(obj) is functools.singledispatchmethod and "_method_cache" in vars(obj):
+    if type(obj) is functools.singledispatchmethod:
         # Python 3.13 keeps methods by their objects, which may be the class's own. None: it keeps none.
-        return object.__new__, (functools.singledispatchmethod,), {**vars(obj), "_method_cache": None}
+        state = {name: None if name == "_method_cache" else value for name, value in vars(obj).items()}
+        return copyreg.__newobj__, (functools.singledispatchmethod,), state  # type: ignore[attr-defined]
     if type(obj) in (weakref.WeakKeyDictionary, weakref.WeakValueDictionary):
         return type(obj), (), None, None, iter(dict(obj).items())
     if type(obj) is weakref.WeakSet:
