@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, ClassVar, Literal, TypeVar
 
 from logitship.server.allowed_processors import read_allowed_digests
@@ -112,24 +112,17 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _seconds(text: str) -> float:
+def _positive(text: str, what: str = "a number") -> float:
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:
-        raise ValueError("must be a number of seconds above 0")
+        raise ValueError(f"must be {what} above 0")
     return value
 
 
-def _share(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise ValueError("must be a number above 0")
-    return value
+_seconds = partial(_positive, what="a number of seconds")
 
 
 def _trees(text: str) -> dict[str, str]:
@@ -150,7 +143,7 @@ SHARED_READERS: Mapping[str, Callable[[str], Any]] = {
     "sandbox_cpu_time": _seconds,
     "sandbox_step_timeout": _seconds,
     "sandbox_first_step_timeout": _seconds,
-    "step_share": _share,
+    "step_share": _positive,
     "sandbox_load_timeout": _seconds,
     "allow_processor": str,
     "tree": _trees,
