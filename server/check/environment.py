@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 
-from logitship.builtin_processors.sglang_names import SGLANG_NAMES, SGLANG_NAMES_REFERENCE
+from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.client.errors import ProcessorFault
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
 from logitship.sampler.processors.early_calls import ReadHistory
@@ -22,15 +23,18 @@ from logitship.sampler.processors.executor import (
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.sampler.sandbox.sandbox_run import SandboxedProcessor
-from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
+from logitship.sampler.sandbox.zygote_process import ZygoteError
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
+from logitship.server.processors.sandboxes import new_zygote, sandbox_executor
 from logitship.server.refusals import StartError
 
 from .case_params import Params
 from .check_progress import CheckProgress
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -180,17 +184,10 @@ class CheckEnvironment:
 
 
 def _sandbox_executor(config: ServerConfig, model: ModelView, max_rows: int) -> SandboxExecutor:
-    zygote = ZygoteProcess(names=SGLANG_NAMES_REFERENCE, max_rows=max_rows, memory_limit=config.sandbox_memory)
+    zygote = new_zygote(config, max_rows)
     zygote.start()
     try:
-        zygote.set_up(model)
+        return sandbox_executor(config, zygote, model, max_rows, logger, num_spares=0)
     except ZygoteError as error:
         zygote.close()
         raise StartError(f"{error}\nTo check without sandboxes, in this process: --processor-isolation none") from error
-    limits = SandboxLimits(
-        cpu_time=config.sandbox_cpu_time,
-        step_timeout=config.sandbox_step_timeout,
-        first_step_timeout=config.sandbox_first_step_timeout,
-        load_timeout=config.sandbox_load_timeout,
-    )
-    return SandboxExecutor(zygote, limits, max_rows=max_rows, vocab_size=model.vocab_size)

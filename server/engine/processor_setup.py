@@ -14,7 +14,7 @@ import torch
 from logitship.builtin_processors.batch_processors import check_mode
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.registry import Registry, installed_processors
-from logitship.builtin_processors.sglang_names import SGLANG_NAMES, SGLANG_NAMES_REFERENCE
+from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
 from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
@@ -26,8 +26,6 @@ from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.cpu_time import background_cores
-from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
-from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
@@ -36,6 +34,7 @@ from logitship.server.processors.callable_library import CallableLibrary
 from logitship.server.processors.load_queue import MAX_LOADS, LoadQueue
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.registered_processors import RegisteredProcessors
+from logitship.server.processors.sandboxes import new_zygote, sandbox_executor
 from logitship.server.rate_limits import RateLimit
 from logitship.server.refusals import SHIPPING_IS_OFF, StartError
 from logitship.server.vllm_names import enable_vllm_names
@@ -86,12 +85,7 @@ def start_zygote(config: ServerConfig) -> ZygoteProcess | None:
     """Start the zygote of the sandboxes; None if the configuration has none."""
     if not config.enable_custom_logit_processor or config.processor_isolation == "none":
         return None
-    zygote = ZygoteProcess(
-        names=SGLANG_NAMES_REFERENCE,
-        max_rows=config.max_num_seqs,
-        memory_limit=config.sandbox_memory,
-        background_cores=background_cores(torch.get_num_threads()),
-    )
+    zygote = new_zygote(config, config.max_num_seqs, background_cores(torch.get_num_threads()))
     zygote.start()
     return zygote
 
@@ -107,17 +101,9 @@ def make_executor(config: ServerConfig, loaded: LoadedModel, zygote: ZygoteProce
     if zygote is None:
         return InProcessExecutor(SGLANG_NAMES, model_view(loaded))
     try:
-        protections = zygote.set_up(model_view(loaded))
+        return sandbox_executor(config, zygote, model_view(loaded), config.max_num_seqs, logger)
     except ZygoteError as error:
         raise StartError(str(error)) from error
-    logger.info("shipped processors run in sandboxes, protected by: %s", protections.describe())
-    limits = SandboxLimits(
-        cpu_time=config.sandbox_cpu_time,
-        step_timeout=config.sandbox_step_timeout,
-        first_step_timeout=config.sandbox_first_step_timeout,
-        load_timeout=config.sandbox_load_timeout,
-    )
-    return SandboxExecutor(zygote, limits, config.max_num_seqs, loaded.vocab_size, NUM_SPARES)
 
 
 def make_library(
