@@ -9,36 +9,32 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.builtin_processors.registry import BUILTIN_PROCESSORS, Registry
-from logitship.builtin_processors.sglang_names import SGLANG_NAMES, SGLANG_NAMES_REFERENCE
+from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
 from logitship.builtin_processors.trees.token_tree_format import TreeFormatError, load_tree
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.serialization.processor_string import InstalledProcessor, RegisteredProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.sampler.processors.executor import DisabledExecutor, ExecutorUnavailable, ProcessorExecutor
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
-from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxLimits
-from logitship.sampler.sandbox.spare_sandboxes import NUM_SPARES
-from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
+from logitship.sampler.sandbox.zygote_process import ZygoteError
 from logitship.server.config import ServerConfig
 from logitship.server.processors.processor_library import InvalidParams, ProcessorLoader, ProcessorNotAllowed
-from logitship.server.requests.messages import AttachedProcessor, CallableRequest, ProcessorRequest
+from logitship.server.processors.sandboxes import new_zygote, sandbox_executor
+from logitship.server.requests.messages import ProcessorRequest
 
 from .admission_executor import MAX_VERDICTS, AdmissionExecutor
 from .plugin_settings import PluginSettings
+from .request_fields import PROCESSORS
 
-PROCESSORS = "logits_processors"
-"""The list of several processors of a request."""
-MAX_PROCESSORS = 64
-"""Most processors of a request."""
 _LOAD_ERRORS = (ValueError, ProcessorLoadError, ExecutorUnavailable, ProcessorCacheFull, PreparationUnavailable)
 
 
@@ -144,39 +140,6 @@ class PluginProcessors:
         return ProcessorUse(processor, dict(request.params or {}), rid, prepared)
 
 
-def check_number(entries: Sequence[Any], at: str) -> None:
-    """Check the number of processors in a list, before they are parsed.
-
-    Args:
-        entries: the list.
-        at: the field that it is the value of.
-
-    Raises:
-        ValueError: there are none, or too many.
-    """
-    if not 0 < len(entries) <= MAX_PROCESSORS:
-        raise ValueError(f"{at}: the list must have 1 to {MAX_PROCESSORS} processors, not {len(entries)}")
-
-
-def check_form(attached: AttachedProcessor, engine: str) -> ProcessorRequest:
-    """Return a processor of a request if it is of a form that a plugin takes.
-
-    Args:
-        attached: the processor.
-        engine: the engine's name.
-
-    Raises:
-        ValueError: it names a callable or a registered processor.
-    """
-    if isinstance(attached, CallableRequest):
-        raise ValueError(f"{PROCESSORS}: callables by name are not taken inside {engine}; send a processor")
-    if isinstance(attached.string, RegisteredProcessor):
-        raise ValueError(
-            f"{attached.string.digest}: no processors are registered inside {engine}; send the whole processor string"
-        )
-    return attached
-
-
 def for_admission(settings: PluginSettings, model: ModelView, logger: logging.Logger) -> PluginProcessors:
     """Return the processors of a front end: each class is loaded once, and its verdict remembered. None runs.
 
@@ -214,23 +177,14 @@ def shipped_executor(
     if settings.processor_isolation == "none":
         logger.warning("%sPROCESSOR_ISOLATION=none: shipped code runs in this process", settings.prefix)
         return InProcessExecutor(SGLANG_NAMES, model)
-    zygote = ZygoteProcess(names=SGLANG_NAMES_REFERENCE, max_rows=max_rows, memory_limit=settings.sandbox_memory)
-    limits = SandboxLimits(
-        cpu_time=settings.sandbox_cpu_time,
-        step_timeout=settings.sandbox_step_timeout,
-        first_step_timeout=settings.sandbox_first_step_timeout,
-        load_timeout=settings.sandbox_load_timeout,
-    )
+    zygote = new_zygote(settings, max_rows)
     try:
         zygote.start()
-        protections = zygote.set_up(model)
-        executor = SandboxExecutor(zygote, limits, max_rows, model.vocab_size, NUM_SPARES)
+        return sandbox_executor(settings, zygote, model, max_rows, logger)
     # `OSError`, `RuntimeError`: no process, no thread can be started.
     except (ZygoteError, OSError, RuntimeError) as error:
         zygote.close()
         raise ValueError(f"shipped processors cannot run in sandboxes: {error}") from error
-    logger.info("shipped processors run in sandboxes, protected by: %s", protections.describe())
-    return executor
 
 
 def _registry(settings: PluginSettings) -> Registry:

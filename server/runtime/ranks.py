@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from importlib.metadata import version
+from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -13,6 +14,37 @@ from torch.distributed import DistStoreError
 
 STARTING = timedelta(minutes=5)
 """Longest time between the starts of two ranks that have loaded the model."""
+
+
+class GroupRanks:
+    """The ranks of an engine's process group that sample the same tokens. Implements `Ranks`.
+
+    Args:
+        group: the engine's `GroupCoordinator` of them. SGLang has it from vLLM.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    @property
+    def is_first(self) -> bool:
+        """True on the rank that runs the processors."""
+        return bool(self._group.rank_in_group == 0)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return int(self._group.world_size)
+
+    def broadcast(self, logits: torch.Tensor, rows: Sequence[int]) -> None:
+        """Overwrite some rows of the logits with those of the first rank. All ranks call it for the same rows.
+
+        Args:
+            logits: [rows, vocab].
+            rows: the rows.
+        """
+        if self.size > 1 and rows:
+            logits[rows] = self._group.broadcast(logits[rows], src=0)
 
 
 @contextmanager

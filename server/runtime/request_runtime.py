@@ -17,7 +17,6 @@ Guarantees:
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,15 +25,12 @@ import torch
 
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.processor_groups import ProcessorUse
-from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 
 from .allowances import Allowances
 from .draft_tree import DraftTree
-from .plugin_processors import PluginProcessors
-from .plugin_settings import PluginSettings
 from .ranks import own_random_numbers
-from .seat import EngineSeat
+from .seat import EngineSeat, Ranks, Worker
 from .tracked_request import INTERNAL_ERROR, TrackedRequest
 
 MAX_LOADING = 30.0
@@ -50,10 +46,7 @@ class RequestRuntime:
 
     Args:
         seat: the engine.
-        settings: the plugin's.
-        model: the model.
-        processors: loads the requests' processors; None on ranks that run none.
-        logger: the engine's logger of logitship.
+        worker: this process.
 
     Attributes:
         called: the requests whose processors were called for their next token in the last `apply`, by row.
@@ -61,29 +54,23 @@ class RequestRuntime:
         edited: the rows that the last `apply` may have changed.
     """
 
-    def __init__(
-        self,
-        seat: EngineSeat,
-        settings: PluginSettings,
-        model: ModelView,
-        processors: PluginProcessors | None,
-        logger: logging.Logger,
-    ) -> None:
+    def __init__(self, seat: EngineSeat, worker: Worker[Ranks]) -> None:
         self.called: dict[int, TrackedRequest] = {}
         self.behind_drafts: dict[int, TrackedRequest] = {}
         self.edited: list[int] = []
         self._seat = seat
-        self._processors = processors
-        self._logger = logger
-        self._runs_code_here = settings.processor_isolation == "none"
-        self._allowances = Allowances(settings.step_share)
-        self._share_setting = f"{settings.prefix}STEP_SHARE"
+        self._ranks = worker.ranks
+        self._processors = worker.processors
+        self._logger = worker.logger
+        self._runs_code_here = worker.settings.processor_isolation == "none"
+        self._allowances = Allowances(worker.settings.step_share)
+        self._share_setting = f"{worker.settings.prefix}STEP_SHARE"
         self._kept: set[ProcessorUse] = set()
         self._shipped = ShippedProcessors(
             None,
             torch.device("cpu"),
             False,
-            model=model,
+            model=worker.model,
             is_kept=self._kept.__contains__,
             deferred=self._allowances,
         )
@@ -95,7 +82,7 @@ class RequestRuntime:
     def or_fail(self, requests: Iterable[TrackedRequest]) -> Iterator[None]:
         """Run a part of a step. An error of the plugin ends the requests, and is not raised."""
         try:
-            with own_random_numbers(self._seat.ranks.size if self._runs_code_here else 1):
+            with own_random_numbers(self._ranks.size if self._runs_code_here else 1):
                 yield
         except Exception:  # boundary: other engine
             self._logger.exception("logitship failed in a step: all requests with processors end")

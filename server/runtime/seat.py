@@ -11,16 +11,21 @@ An adapter follows the engine's requests and calls `RequestRuntime`, once per st
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from logitship.sampler.processors.processor_groups import ProcessorUse
+from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import ProcessorRequest
 
+from .plugin_processors import PluginProcessors, for_execution
+from .plugin_settings import PluginSettings
 from .tracked_request import TrackedRequest
 
 
@@ -38,17 +43,47 @@ class Ranks(Protocol):
         ...
 
 
+RanksT = TypeVar("RanksT", bound=Ranks)
+RanksT_co = TypeVar("RanksT_co", bound=Ranks, covariant=True)
+
+
+@dataclass(frozen=True)
+class Worker(Generic[RanksT_co]):
+    """A process of an engine that computes logits and samples tokens.
+
+    Attributes:
+        settings: the plugin's.
+        model: the model.
+        ranks: the processes that sample the same tokens.
+        processors: loads the requests' processors; None on ranks that run none.
+        logger: the engine's logger of logitship.
+    """
+
+    settings: PluginSettings
+    model: ModelView
+    ranks: RanksT_co
+    processors: PluginProcessors | None
+    logger: logging.Logger
+
+
+def start_worker(
+    settings: PluginSettings, model: ModelView, ranks: RanksT, max_rows: int, logger: logging.Logger
+) -> Worker[RanksT]:
+    """Start the executor of the processors on the first rank, for up to `max_rows` rows.
+
+    Raises:
+        ValueError: as `for_execution`.
+    """
+    processors = for_execution(settings, model, max_rows, logger) if ranks.is_first else None
+    return Worker(settings, model, ranks, processors, logger)
+
+
 class EngineSeat(Protocol):
     """An engine, as the runtime sees it."""
 
     @property
     def engine(self) -> str:
         """Name of the engine, for messages."""
-        ...
-
-    @property
-    def ranks(self) -> Ranks:
-        """The ranks of this process."""
         ...
 
     def processors_of(self, request: TrackedRequest) -> Sequence[ProcessorRequest]:

@@ -18,14 +18,18 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor, parse
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
-from logitship.server.refusals import RequestRefused
-from logitship.server.requests.messages import AttachedProcessor, ProcessorRequest
-from logitship.server.runtime.plugin_processors import PROCESSORS, check_form, check_number
+from logitship.server.requests.messages import ProcessorRequest
+from logitship.server.runtime.request_fields import (
+    PARAMS,
+    PROCESSOR,
+    check_params,
+    parse_json,
+    read_one,
+    read_several,
+    same_sampling_params,
+)
 
-FIELD = "custom_logit_processor"
-PARAMS = "custom_params"
-BEAM_SEARCH = f"{FIELD}: SGLang does not call processors in a beam search; leave out beam_width or the processor"
+BEAM_SEARCH = f"{PROCESSOR}: SGLang does not call processors in a beam search; leave out beam_width or the processor"
 
 
 def processors_of(generate: Any) -> list[tuple[str, Any]]:
@@ -37,7 +41,7 @@ def processors_of(generate: Any) -> list[tuple[str, Any]]:
     Raises:
         ValueError: one is not a string, there is a list of them for one prompt, or the prompt is not one of tokens.
     """
-    strings = getattr(generate, FIELD, None)
+    strings = getattr(generate, PROCESSOR, None)
     if strings is None or strings == "":
         return []
     prompts = generate.input_ids if generate.text is None else generate.text
@@ -45,7 +49,7 @@ def processors_of(generate: Any) -> list[tuple[str, Any]]:
         raise ValueError("input_embeds: a request with a processor needs its prompt as text or input_ids")
     # By the rule of SGLang's `_determine_batch_size`. It would leave the list as it is, which stops its scheduler.
     if isinstance(strings, list) and (isinstance(prompts, str) or not len(prompts) or isinstance(prompts[0], int)):
-        raise ValueError(f"{FIELD}: must be a string, because there is one prompt; a list needs a list of prompts")
+        raise ValueError(f"{PROCESSOR}: must be a string, because there is one prompt; a list needs a list of prompts")
     pairs = _pairs(strings, generate.sampling_params)
     return list({(string, _text(params)): (string, params) for string, params in pairs}.values())
 
@@ -56,7 +60,7 @@ def _pairs(strings: Any, sampling_params: Any) -> Iterator[tuple[str, Any]]:
         if string is None or string == "":
             continue
         if not isinstance(string, str):
-            raise ValueError(f"{FIELD}: must be a string, or a list of strings and null")
+            raise ValueError(f"{PROCESSOR}: must be a string, or a list of strings and null")
         if not isinstance(sampling_params, list):
             yield string, _custom_params(sampling_params)
         elif several:
@@ -88,33 +92,21 @@ def uses_beam_search(generate: Any) -> bool:
     return any(isinstance(width, int) and width > 1 for width in widths)
 
 
-def read_fields(string: Any, params: Any, max_processor_size: int) -> tuple[ProcessorRequest, ...]:
-    """Parse the processors of a request, in the order in which they run. Loads nothing.
+def read_processors(string: Any, max_processor_size: int) -> tuple[ProcessorRequest, ...]:
+    """Parse `custom_logit_processor`, in the order in which its processors run. Loads nothing.
 
     Args:
         string: `custom_logit_processor`.
-        params: `custom_params`.
         max_processor_size: longest processor string, in bytes.
 
     Raises:
-        ValueError: one of the two is malformed; names it.
+        ValueError: it is malformed.
     """
-    return with_params(read_processors(string, max_processor_size), params)
-
-
-def read_processors(string: Any, max_processor_size: int) -> tuple[ProcessorRequest, ...]:
-    """Parse `custom_logit_processor` without the request's `custom_params`, see `read_fields`."""
-    attached: Sequence[AttachedProcessor]
-    try:
-        if isinstance(string, str) and string.lstrip().startswith("["):
-            attached = read_entries(
-                _list(string, max_processor_size), PROCESSORS, max_processor_size=max_processor_size
-            )
-        else:
-            attached = [read_processor(string, None, FIELD, max_processor_size=max_processor_size)]
-    except RequestRefused as refused:
-        raise ValueError(refused.message) from None
-    return tuple(check_form(each, "SGLang") for each in attached)
+    if not isinstance(string, str) or not string.lstrip().startswith("["):
+        return read_one(string, "SGLang", max_processor_size=max_processor_size)
+    if len(string) > max_processor_size:
+        raise ValueError(f"{PROCESSOR}: has {len(string)} characters, this server takes at most {max_processor_size}")
+    return read_several(parse_json(string, PROCESSOR), "SGLang", max_processor_size=max_processor_size, field=PROCESSOR)
 
 
 def with_params(processors: Sequence[ProcessorRequest], params: Any) -> tuple[ProcessorRequest, ...]:
@@ -123,10 +115,7 @@ def with_params(processors: Sequence[ProcessorRequest], params: Any) -> tuple[Pr
     Raises:
         ValueError: they are malformed.
     """
-    if params is not None and not isinstance(params, Mapping):
-        raise ValueError(f"{PARAMS}: must be an object")
-    if params is not None and RESERVED_KEY in params:
-        raise ValueError(f"{PARAMS}: the key {RESERVED_KEY!r} is the server's own")
+    params = check_params(params)
     return tuple(each if each.own else replace(each, params=params) for each in processors)
 
 
@@ -143,10 +132,10 @@ def mark_admitted(generate: Any) -> None:
     Args:
         generate: SGLang's `GenerateReqInput`, normalized or not.
     """
-    strings = getattr(generate, FIELD)
+    strings = getattr(generate, PROCESSOR)
     several = isinstance(strings, list)
     marked = [f"{ADMITTED}{string}" if string else string for string in (strings if several else [strings])]
-    setattr(generate, FIELD, marked if several else marked[0])
+    setattr(generate, PROCESSOR, marked if several else marked[0])
 
 
 def admitted_string(string: str) -> str:
@@ -156,7 +145,7 @@ def admitted_string(string: str) -> str:
         ValueError: it has none.
     """
     if not string.startswith(ADMITTED):
-        raise ValueError(f"{FIELD}: the request has not been checked by logitship in SGLang's front end")
+        raise ValueError(f"{PROCESSOR}: the request has not been checked by logitship in SGLang's front end")
     return string[len(ADMITTED) :]
 
 
@@ -169,18 +158,6 @@ def only_forbids(string: str) -> bool:
     if isinstance(parsed, PickledProcessor):
         return INSTALLED_BY_REFERENCE.get(parsed.reference) is DisallowedTokensLogitsProcessor
     return parsed == InstalledProcessor(DisallowedTokensLogitsProcessor.name)
-
-
-def _list(text: str, max_processor_size: int) -> list[Any]:
-    if len(text) > max_processor_size:
-        raise ValueError(f"{FIELD}: has {len(text)} characters, this server takes at most {max_processor_size}")
-    try:
-        entries = orjson.loads(text)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"{FIELD}: is not JSON: {error}") from None
-    assert isinstance(entries, list)
-    check_number(entries, FIELD)
-    return entries
 
 
 _ALL_TOKENS = 1 << 30
@@ -197,13 +174,8 @@ def sampling_params_of(params: Any, uses: Sequence[ProcessorUse], eos_token_ids:
     """
     stop, patterns = params.stop_strs or (), params.stop_regex_strs or ()
     return SamplingParams().with_checked(
-        temperature=params.temperature,
-        top_p=params.top_p,
+        **same_sampling_params(params),
         top_k=-1 if params.top_k >= _ALL_TOKENS else params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
         seed=params.sampling_seed,
         max_tokens=params.max_new_tokens,
         min_tokens=params.min_new_tokens,
@@ -211,10 +183,7 @@ def sampling_params_of(params: Any, uses: Sequence[ProcessorUse], eos_token_ids:
         stop_regex=(patterns,) if isinstance(patterns, str) else tuple(patterns),
         stop_token_ids=frozenset(params.stop_token_ids or ()),
         eos_token_ids=eos_token_ids,
-        ignore_eos=params.ignore_eos,
         include_stop_str_in_output=params.no_stop_trim,
         logit_bias={int(token): bias for token, bias in (params.logit_bias or {}).items()},
-        skip_special_tokens=params.skip_special_tokens,
-        spaces_between_special_tokens=params.spaces_between_special_tokens,
         processors=tuple(uses),
     )

@@ -12,35 +12,18 @@ Guarantees:
 
 from __future__ import annotations
 
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
-from logitship.server.runtime.ranks import check_default_group
+from logitship.server.runtime.ranks import GroupRanks, check_default_group
 
 EndedRows: TypeAlias = dict[int, tuple[str, int]]
 """Row → message and number of output tokens of a request that ends."""
 
 
-class SamplingRanks:
-    """The ranks that sample the same rows. The first one runs the processors. Implements `Ranks`.
-
-    Args:
-        group: SGLang's `GroupCoordinator` of them.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    @property
-    def is_first(self) -> bool:
-        """True on the rank that runs the processors."""
-        return self._group.rank_in_group == 0  # type: ignore[no-any-return]
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self._group.world_size  # type: ignore[no-any-return]
+class SamplingRanks(GroupRanks):
+    """The ranks that sample the same rows. The first one runs the processors."""
 
     def share(self, logits: torch.Tensor, rows: list[int], ended: EndedRows) -> EndedRows:
         """Overwrite the rows that the first rank edited, and return which requests it ends. All ranks call it.
@@ -53,8 +36,7 @@ class SamplingRanks:
         if self.size == 1:
             return ended
         rows, ended = self._group.broadcast_object((rows, ended), src=0)
-        if rows:
-            logits[rows] = self._group.broadcast(logits[rows], src=0)
+        self.broadcast(logits, rows)
         return ended
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from logitship.sampler.processors.request_view import ModelView
-from logitship.server.runtime.hf_tokenizer import load_tokenizer
+from logitship.server.runtime.model_view import load_tokenizer, view_of
 from logitship_sglang import logger
 
 
@@ -20,7 +20,4 @@ def served_model(model_config: Any, arguments: Any) -> ModelView:
     if not arguments.skip_tokenizer_init:
         name = arguments.tokenizer_path or arguments.model_path
         tokenizer = load_tokenizer(name, arguments.revision, arguments.trust_remote_code, logger)
-    ends = set(model_config.hf_eos_token_id or ())
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ends.add(tokenizer.eos_token_id)
-    return ModelView(model_config.vocab_size, frozenset(ends), tokenizer)
+    return view_of(model_config.vocab_size, model_config.hf_eos_token_id, tokenizer)

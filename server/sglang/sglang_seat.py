@@ -23,20 +23,18 @@ from typing import Any, TypeAlias
 import torch
 
 from logitship.sampler.processors.processor_groups import ProcessorUse
-from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.draft_tree import DraftTree
-from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.runtime.request_runtime import RequestRuntime
+from logitship.server.runtime.seat import Worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship_sglang import logger
 
 from .finish_abort import abort, abort_message
 from .forward_step import ForwardStep
-from .generate_fields import BEAM_SEARCH, admitted_string, read_fields, sampling_params_of
+from .generate_fields import BEAM_SEARCH, admitted_string, read_processors, sampling_params_of, with_params
 from .sampling_ranks import EndedRows, SamplingRanks
-from .sglang_settings import SglangSettings
 
 _NO_DRAFTS = "its processors cannot run in this step, in which SGLang verifies drafts"
 _ATTRIBUTE = "_logitship_request"
@@ -96,21 +94,14 @@ class SglangSeat:
     """Runs the processors of the batch's requests, each on its own rows. Implements `EngineSeat`.
 
     Args:
-        settings: the plugin's.
-        model: the model.
-        processors: loads the requests' processors; None on ranks that run none.
-        ranks: the processes that sample the same tokens.
+        worker: this process.
     """
 
     engine = "SGLang"
 
-    def __init__(
-        self, settings: SglangSettings, model: ModelView, processors: PluginProcessors | None, ranks: SamplingRanks
-    ) -> None:
-        self.ranks = ranks
-        self._max_size = settings.max_processor_size
-        self._model = model
-        self._runtime = RequestRuntime(self, settings, model, processors, logger)
+    def __init__(self, worker: Worker[SamplingRanks]) -> None:
+        self._worker = worker
+        self._runtime = RequestRuntime(self, worker)
         self._requests: list[TrackedRequest] = []
         self._repeated: dict[int, TrackedRequest] = {}
         self._trees: dict[int, DraftTree] = {}
@@ -128,7 +119,7 @@ class SglangSeat:
             rows: the requests with processors.
             step: the step that SGLang computes next, whose last tokens are known.
         """
-        if self.ranks.is_first:
+        if self._worker.ranks.is_first:
             with self._runtime.or_fail(rows.values()):
                 self._runtime.begin_step()
                 self._drop_finished()
@@ -172,13 +163,13 @@ class SglangSeat:
             tokens_per_row: number of rows of the logits for each row of the batch.
         """
         self._runtime.edited = []
-        if self.ranks.is_first:
+        if self._worker.ranks.is_first:
             with self._runtime.or_fail(rows.values()):
                 if self._step is None or tokens_per_row != 1:
                     _fail_all(rows, _NO_DRAFTS)
                 else:
                     self._runtime.apply(logits, self._sampled_rows(rows, self._step), len(logits))
-        self._end(rows, self.ranks.share(logits, self._runtime.edited, _ended(rows)))
+        self._end(rows, self._worker.ranks.share(logits, self._runtime.edited, _ended(rows)))
 
     def sampled(self, token_ids: torch.Tensor, output: Any) -> None:
         """Take the tokens that SGLang sampled in this step, and correct the log-probabilities of repeated ones.
@@ -206,7 +197,7 @@ class SglangSeat:
             trees: the draft tokens of each row of the batch; None: they cannot be followed.
         """
         self._runtime.edited, self._trees = [], {}
-        if self.ranks.is_first:
+        if self._worker.ranks.is_first:
             with self._runtime.or_fail(rows.values()):
                 if trees is None:
                     _fail_all(rows, _NO_DRAFTS)
@@ -223,7 +214,7 @@ class SglangSeat:
                         len(trees),
                         {first: trees[row] for first, row in started.items()},
                     )
-        self.ranks.share(logits, self._runtime.edited, {})
+        self._worker.ranks.share(logits, self._runtime.edited, {})
 
     def _starts(self, request: TrackedRequest, tree: DraftTree) -> bool:
         """Bring a history up to date, and return whether the request's next token is sampled."""
@@ -244,12 +235,12 @@ class SglangSeat:
             accepted: for each row of the batch, the rows of the logits from which SGLang took its tokens, in order; the
                 first is that of the last output token. -1: none.
         """
-        if self.ranks.is_first:
+        if self._worker.ranks.is_first:
             with self._runtime.or_fail(rows.values()):
                 for row, tree in self._trees.items():
                     nodes = [each - tree.first_row for each in accepted[row][1:] if each != -1]
                     self._runtime.accept(rows[row], [tree.tokens[node] for node in nodes])
-        self._end(rows, self.ranks.share(logits, [], _ended(rows)))
+        self._end(rows, self._worker.ranks.share(logits, [], _ended(rows)))
 
     def _sampled_rows(self, rows: Rows, step: ForwardStep) -> dict[int, TrackedRequest]:
         """Bring the histories up to date, and return the requests whose next token this step samples."""
@@ -279,11 +270,12 @@ class SglangSeat:
             custom_params = {key: value for key, value in custom_params.items() if key != "__req__"}
         if getattr(req, "beam_group", None) is not None:
             raise ValueError(BEAM_SEARCH)
-        return read_fields(admitted_string(req.custom_logit_processor), custom_params, self._max_size)
+        string, max_size = admitted_string(req.custom_logit_processor), self._worker.settings.max_processor_size
+        return with_params(read_processors(string, max_size), custom_params)
 
     def sampling_params_of(self, request: TrackedRequest, uses: Sequence[ProcessorUse]) -> SamplingParams:
         """See `EngineSeat.sampling_params_of`."""
-        return sampling_params_of(request.record.req().sampling_params, uses, self._model.eos_token_ids)
+        return sampling_params_of(request.record.req().sampling_params, uses, self._worker.model.eos_token_ids)
 
     def editing(self, logits: torch.Tensor, running: Mapping[int, TrackedRequest]) -> nullcontext[None]:
         """See `EngineSeat.editing`. SGLang applies its masks after processors."""

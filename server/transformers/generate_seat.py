@@ -21,12 +21,11 @@ from logitship.client.processor import CustomLogitProcessor
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.processors.request_processors import read_entries
-from logitship.server.refusals import RequestRefused
 from logitship.server.requests.messages import ProcessorRequest
-from logitship.server.runtime.plugin_processors import PROCESSORS, check_form, for_execution
 from logitship.server.runtime.plugin_settings import SHARED_READERS, PluginSettings
+from logitship.server.runtime.request_fields import read_several
 from logitship.server.runtime.request_runtime import RequestRuntime
+from logitship.server.runtime.seat import start_worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 
 logger = logging.getLogger("transformers.logitship")
@@ -40,7 +39,9 @@ class TransformersSettings(PluginSettings):
     readers = SHARED_READERS
 
 
-class _OneRank:
+class OneRank:
+    """The ranks of a model that runs in one process. Implements `Ranks`."""
+
     is_first = True
     size = 1
 
@@ -65,7 +66,6 @@ class ShippedLogitsProcessor(LogitsProcessor):
     """
 
     engine = "transformers"
-    ranks = _OneRank()
 
     def __init__(
         self,
@@ -86,8 +86,9 @@ class ShippedLogitsProcessor(LogitsProcessor):
         self._requested = _read(processors, settings)
         vocab_size = model.get_output_embeddings().weight.shape[0]
         view = ModelView(vocab_size, self._eos_token_ids, tokenizer)
-        self._processors = for_execution(settings, view, max_rows, logger)
-        self._runtime = RequestRuntime(self, settings, view, self._processors, logger)
+        worker = start_worker(settings, view, OneRank(), max_rows, logger)
+        self._processors = worker.processors
+        self._runtime = RequestRuntime(self, worker)
         self._roots: list[TrackedRequest] = []
         self._sequences: dict[tuple[int, ...], list[TrackedRequest]] = {}
         """Sequences of the last call by their prompt's number and their tokens. Several may be equal."""
@@ -192,7 +193,8 @@ class ShippedLogitsProcessor(LogitsProcessor):
     def close(self) -> None:
         """End the sandboxes."""
         self._release()
-        self._processors.close()
+        if self._processors is not None:
+            self._processors.close()
 
     def __enter__(self) -> Self:
         return self
@@ -222,8 +224,4 @@ def _read(processors: Sequence[Any], settings: TransformersSettings) -> list[Pro
         {**each, "processor": each["processor"].to_str()} if hasattr(each.get("processor"), "to_str") else each
         for each in entries
     ]
-    try:
-        attached = read_entries(strings, PROCESSORS, max_processor_size=settings.max_processor_size)
-    except RequestRefused as refused:
-        raise ValueError(refused.message) from None
-    return [check_form(each, "generate()") for each in attached]
+    return [*read_several(strings, "generate()", max_processor_size=settings.max_processor_size)]

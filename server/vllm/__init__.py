@@ -5,6 +5,7 @@ Groups, sandboxes and built-in processors are those of logitship's own server; v
 
 from __future__ import annotations
 
+import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     from .plugin import LogitshipLogitsProcessor
 
 __all__ = ["LogitshipLogitsProcessor"]
+
+logger = logging.getLogger("vllm.logitship")
+"""A child of vLLM's logger, the only one that `vllm serve` prints."""
 
 _MODEL_RUNNER_V2 = "vllm.v1.worker.gpu."
 

@@ -16,15 +16,14 @@ import torch
 
 from logitship.sampler.batch_processors.interface import BatchUpdate, MoveDirectionality
 from logitship.sampler.batch_processors.logits_processors import BatchRows
-from logitship.sampler.processors.request_view import ModelView
-from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.ranks import GroupRanks
+from logitship.server.runtime.seat import Worker
 from logitship.server.runtime.tracked_request import INTERNAL_ERROR, TrackedRequest
 
+from . import logger
 from .batch_requests import BatchRequests
 from .extra_args import has_processors
-from .log import logger
-from .settings import VllmSettings
-from .vllm_seat import HOLDS_EMBEDDINGS, VllmRanks, VllmSeat
+from .vllm_seat import HOLDS_EMBEDDINGS, VllmSeat
 
 _PLACEHOLDER = -1
 """vLLM's value for a token that was sampled and is not known yet."""
@@ -64,24 +63,12 @@ class BatchSeat(VllmSeat):
     """`VllmSeat` for model runner V1.
 
     Args:
-        settings: the plugin's.
-        model: the model.
-        processors: loads the requests' processors; None on ranks that run none.
-        fault_token: the token that ends a request whose processor failed.
-        ranks: the processes that sample the same tokens.
+        worker: this process.
         requests: looks up requests in the model runner.
     """
 
-    def __init__(
-        self,
-        settings: VllmSettings,
-        model: ModelView,
-        processors: PluginProcessors | None,
-        fault_token: int,
-        ranks: VllmRanks,
-        requests: BatchRequests,
-    ) -> None:
-        super().__init__(settings, model, processors, fault_token, ranks)
+    def __init__(self, worker: Worker[GroupRanks], requests: BatchRequests) -> None:
+        super().__init__(worker)
         self._runner_requests = requests
         self._requests: dict[str, _BatchRequest] = {}
         self._rows: BatchRows[_BatchRequest] = BatchRows(self._add)
@@ -101,7 +88,7 @@ class BatchSeat(VllmSeat):
 
     def begin(self) -> None:
         """Begin calls before their logits exist. Optional, after `update_state`."""
-        if not self._rows or not self.ranks.is_first:
+        if not self._rows or not self._worker.ranks.is_first:
             return
         with self._runtime.or_fail(each.tracked for each in self._rows.values()):
             discarded = self._runner_requests.discarded_rows_ahead(self._rows)

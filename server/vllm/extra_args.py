@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from logitship.client.http.vllm_handshake import PROBE
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
-from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
-from logitship.server.refusals import RequestRefused
-from logitship.server.requests.messages import AttachedProcessor, ProcessorRequest
-from logitship.server.runtime.plugin_processors import PROCESSORS, check_form, check_number
-
-PROCESSOR = "custom_logit_processor"
-PARAMS = "custom_params"
+from logitship.server.requests.messages import ProcessorRequest
+from logitship.server.runtime.request_fields import (
+    PARAMS,
+    PROCESSOR,
+    PROCESSORS,
+    check_params,
+    parse_json,
+    read_one,
+    read_several,
+    same_sampling_params,
+)
 
 
 def has_processors(params: Any) -> bool:
@@ -53,40 +55,15 @@ def read_processors(extra_args: Mapping[str, Any], max_processor_size: int) -> t
     one, several = extra_args.get(PROCESSOR), extra_args.get(PROCESSORS)
     if one is not None and several is not None:
         raise ValueError(f"{PROCESSORS}: give either this or {PROCESSOR}, not both")
-    params = _read_params(extra_args.get(PARAMS))
-    attached: Sequence[AttachedProcessor]
-    try:
-        if several is not None:
-            entries = _decode(several, PROCESSORS)
-            if not isinstance(entries, list):
-                raise ValueError(f"{PROCESSORS}: must be a list, as JSON text")
-            check_number(entries, PROCESSORS)
-            attached = read_entries(entries, PROCESSORS, max_processor_size=max_processor_size, params=params)
-        else:
-            attached = [read_processor(one, params, PROCESSOR, max_processor_size=max_processor_size)]
-    except RequestRefused as refused:
-        raise ValueError(refused.message) from None
-    return tuple(check_form(each, "vLLM") for each in attached)
-
-
-def _read_params(value: Any) -> dict[str, Any] | None:
-    if value is None:
-        return None
-    params = _decode(value, PARAMS)
-    if not isinstance(params, dict):
-        raise ValueError(f"{PARAMS}: must be an object, as JSON text")
-    if RESERVED_KEY in params:
-        raise ValueError(f"{PARAMS}: the key {RESERVED_KEY!r} is the server's own")
-    return params
+    params = check_params(_decode(extra_args.get(PARAMS), PARAMS), "an object, as JSON text")
+    if several is None:
+        return read_one(one, "vLLM", max_processor_size=max_processor_size, params=params)
+    entries = _decode(several, PROCESSORS)
+    return read_several(entries, "vLLM", max_processor_size=max_processor_size, params=params)
 
 
 def _decode(value: Any, at: str) -> Any:
-    if not isinstance(value, str):
-        return value
-    try:
-        return orjson.loads(value)
-    except orjson.JSONDecodeError as error:
-        raise ValueError(f"{at}: is not JSON: {error}") from None
+    return parse_json(value, at) if isinstance(value, str) else value
 
 
 def sampling_params(params: Any, uses: Sequence[ProcessorUse], eos_token_ids: frozenset[int]) -> SamplingParams:
@@ -101,25 +78,17 @@ def sampling_params(params: Any, uses: Sequence[ProcessorUse], eos_token_ids: fr
         ValueError: vLLM accepts a value that logitship does not; names it.
     """
     return SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
+        **same_sampling_params(params),
         top_k=params.top_k,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        frequency_penalty=params.frequency_penalty,
-        presence_penalty=params.presence_penalty,
         seed=params.seed,
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
         stop=params.stop,
         stop_token_ids=params.stop_token_ids,
         eos_token_ids=eos_token_ids,
-        ignore_eos=params.ignore_eos,
         include_stop_str_in_output=params.include_stop_str_in_output,
         logit_bias=params.logit_bias or {},
         allowed_token_ids=params.allowed_token_ids,
         bad_words_token_ids=params.bad_words_token_ids or (),
-        skip_special_tokens=params.skip_special_tokens,
-        spaces_between_special_tokens=params.spaces_between_special_tokens,
         processors=tuple(uses),
     )

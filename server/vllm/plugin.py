@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor  # pyright: ignore[reportMissingImports]
 
-from logitship.server.runtime.plugin_processors import for_execution
+from logitship.server.runtime.seat import start_worker
 
+from . import logger
 from .batch_requests import BatchRequests, missing_attributes
 from .batch_seat import BatchSeat
 from .callers import find_caller
-from .log import logger
-from .model_view import fault_token, model_view
+from .configuration import begins_early, model_view
 from .params_validation import admit
-from .scheduling import begins_early
 from .settings import VllmSettings
 from .tensor_parallel import TensorParallelRanks
 
@@ -40,14 +39,11 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
         """
         settings = VllmSettings.from_environment()
         requests = BatchRequests(_model_runner(vllm_config))
-        model = model_view(vllm_config)
-        ranks = TensorParallelRanks()
-        # All ranks sample, and must sample the same: the first one runs the processors and broadcasts its rows.
         max_rows = vllm_config.scheduler_config.max_num_seqs
-        processors = for_execution(settings, model, max_rows, logger) if ranks.is_first else None
+        worker = start_worker(settings, model_view(vllm_config), TensorParallelRanks(), max_rows, logger)
         scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
         logger.info("logitship runs in model runner V1, with %s scheduling", scheduling)
-        self._seat = BatchSeat(settings, model, processors, fault_token(model), ranks, requests)
+        self._seat = BatchSeat(worker, requests)
         self._begins_early = begins_early(vllm_config)
 
     def is_argmax_invariant(self) -> bool:

@@ -14,14 +14,13 @@ from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[repo
     LogitsProcRequestState,
 )
 
-from logitship.server.runtime.plugin_processors import for_execution
+from logitship.server.runtime.seat import start_worker
 
+from . import logger
 from .callers import SCHEDULED, find_caller, find_caller_argument
+from .configuration import begins_early, model_view
 from .extra_args import has_processors
-from .log import logger
-from .model_view import fault_token, model_view
 from .params_validation import admit
-from .scheduling import begins_early
 from .settings import VllmSettings
 from .slot_seat import SlotSeat
 from .tensor_parallel import TensorParallelRanks
@@ -55,13 +54,10 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
             raise ValueError(_UNKNOWN)
         self._row_order = _row_order()
         settings = VllmSettings.from_environment()
-        model = model_view(vllm_config)
-        ranks = TensorParallelRanks()
-        # All ranks of the last stage sample, and must sample the same: the first runs the processors and broadcasts.
-        runs = ranks.is_first and self._runner.is_last_pp_rank
-        processors = for_execution(settings, model, req_states.max_num_reqs, logger) if runs else None
+        ranks, max_rows = TensorParallelRanks(), req_states.max_num_reqs
+        worker = start_worker(settings, model_view(vllm_config), ranks, max_rows, logger)
         has_drafts = vllm_config.speculative_config is not None
-        self._seat = SlotSeat(settings, model, processors, fault_token(model), ranks, req_states, has_drafts=has_drafts)
+        self._seat = SlotSeat(worker, req_states, has_drafts=has_drafts)
         # Which draft tokens were accepted is known on the device alone.
         self._begins_early = begins_early(vllm_config) and not has_drafts
 
@@ -119,7 +115,7 @@ def _row_order() -> Callable[..., list[str]]:
 
 def _is_known(runner: Any) -> bool:
     """Return whether the model runner has all attributes that the plugin reads. Checked at start, not per request."""
-    names = ("add_requests", "decode_query_len", "is_last_pp_rank", "req_states")
+    names = ("add_requests", "decode_query_len", "req_states")
     return (
         all(hasattr(runner, name) for name in names)
         and all(hasattr(runner.req_states, name) for name in ("index_to_req_id", "req_id_to_index"))

@@ -22,14 +22,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from logitship.sampler.processors.request_view import ModelView
-from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.ranks import GroupRanks
+from logitship.server.runtime.seat import Worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 
+from . import logger
 from .extra_args import has_processors
-from .log import logger
-from .settings import VllmSettings
-from .vllm_seat import HOLDS_EMBEDDINGS, Drafts, VllmRanks, VllmSeat
+from .vllm_seat import HOLDS_EMBEDDINGS, Drafts, VllmSeat
 
 _STATE_LOST = "vLLM preempted it and the state of its processors was lost"
 _WRONG_HISTORY = "vLLM's buffers do not hold the tokens before the one to be sampled"
@@ -68,30 +67,16 @@ class SlotSeat(VllmSeat):
     """`VllmSeat` for model runner V2.
 
     Args:
-        settings: the plugin's.
-        model: the model.
-        processors: loads the requests' processors; None on ranks that run none, and need no history.
-        fault_token: the token that ends a request whose processor failed.
-        ranks: the processes that sample the same tokens.
+        worker: this process.
         req_states: vLLM's `LogitsProcRequestState`.
         has_drafts: vLLM decodes speculatively.
     """
 
-    def __init__(
-        self,
-        settings: VllmSettings,
-        model: ModelView,
-        processors: PluginProcessors | None,
-        fault_token: int,
-        ranks: VllmRanks,
-        req_states: Any,
-        *,
-        has_drafts: bool = False,
-    ) -> None:
-        super().__init__(settings, model, processors, fault_token, ranks)
+    def __init__(self, worker: Worker[GroupRanks], req_states: Any, *, has_drafts: bool = False) -> None:
+        super().__init__(worker)
         self._req_states = req_states
         self._has_drafts = has_drafts
-        self._reads = processors is not None
+        self._reads = worker.processors is not None  # other ranks need no history
         self._requests: dict[str, _SlotRequest] = {}
         self._slots: dict[int, _SlotRequest] = {}
         self._added: set[str] = set()

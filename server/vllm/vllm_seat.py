@@ -12,24 +12,23 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from logitship.sampler.author_code.calls import non_finite_fault
 from logitship.sampler.processors.processor_groups import ProcessorUse
-from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.draft_tree import DraftTree
-from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.ranks import GroupRanks
 from logitship.server.runtime.request_runtime import RequestRuntime
-from logitship.server.runtime.seat import Ranks
+from logitship.server.runtime.seat import Worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 
+from . import logger
+from .configuration import fault_token
 from .extra_args import read_processors, sampling_params
-from .log import logger
-from .settings import VllmSettings
 
 Drafts: TypeAlias = Mapping[int, Sequence[int]]
 """Draft tokens of some rows. The rows behind them follow the row."""
@@ -40,42 +39,21 @@ _HARD_MASKS = ("structured_outputs", "allowed_token_ids", "bad_words")
 """Parameters of masks that vLLM applies before it calls any logits processor, and not again after."""
 
 
-class VllmRanks(Ranks, Protocol):
-    """vLLM's tensor-parallel ranks."""
-
-    def broadcast(self, logits: torch.Tensor, rows: list[int]) -> None:
-        """Overwrite some rows of the logits with those of the first rank. All ranks call it for the same rows."""
-        ...
-
-
 class VllmSeat:
     """Runs the processors of requests, each on its own rows. Implements `EngineSeat`.
 
     A request's record is vLLM's `SamplingParams`.
 
     Args:
-        settings: the plugin's.
-        model: the model.
-        processors: loads the requests' processors; None on ranks that run none.
-        fault_token: the token that ends a request whose processor failed.
-        ranks: the processes that sample the same tokens.
+        worker: this process.
     """
 
     engine = "vLLM"
 
-    def __init__(
-        self,
-        settings: VllmSettings,
-        model: ModelView,
-        processors: PluginProcessors | None,
-        fault_token: int,
-        ranks: VllmRanks,
-    ) -> None:
-        self.ranks = ranks
-        self._max_size = settings.max_processor_size
-        self._model = model
-        self._fault_token = fault_token
-        self._runtime = RequestRuntime(self, settings, model, processors, logger)
+    def __init__(self, worker: Worker[GroupRanks]) -> None:
+        self._worker = worker
+        self._fault_token = fault_token(worker.model)
+        self._runtime = RequestRuntime(self, worker)
 
     def _track(self, rid: str, params: Any, prompt_token_ids: list[int]) -> TrackedRequest:
         """Return a new request, without its processors."""
@@ -84,7 +62,7 @@ class VllmSeat:
             params,
             rid,
             prompt_token_ids,
-            stops if params.ignore_eos else stops | self._model.eos_token_ids,
+            stops if params.ignore_eos else stops | self._worker.model.eos_token_ids,
             max_tokens=params.max_tokens,
             # vLLM's thinking budget forces its tokens after the processors, also those that they forbid.
             follows_forbidden=getattr(params, "thinking_token_budget", None) is not None,
@@ -113,14 +91,14 @@ class VllmSeat:
             num_requests: requests of the step, with and without processors.
             drafts: draft tokens of some of the rows.
         """
-        if self.ranks.is_first:
+        if self._worker.ranks.is_first:
             self._runtime.behind_drafts = {}
             with self._runtime.or_fail(rows.values()):
                 trees = {row: DraftTree.chain(row, tokens) for row, tokens in drafts.items()}
                 self._runtime.apply(logits, rows, num_requests, trees)
             self._force_fault_tokens(logits, rows, drafts)
         behind = [row + depth for row, tokens in drafts.items() for depth in range(1, len(tokens) + 1)]
-        self.ranks.broadcast(logits, [*rows, *behind])
+        self._worker.ranks.broadcast(logits, [*rows, *behind])
 
     def _force_fault_tokens(self, logits: torch.Tensor, rows: Mapping[int, TrackedRequest], drafts: Drafts) -> None:
         """Let vLLM sample the fault token for requests that end, also where that depends on an accepted draft."""
@@ -179,11 +157,11 @@ class VllmSeat:
 
     def processors_of(self, request: TrackedRequest) -> Sequence[ProcessorRequest]:
         """See `EngineSeat.processors_of`."""
-        return read_processors(request.record.extra_args, self._max_size)
+        return read_processors(request.record.extra_args, self._worker.settings.max_processor_size)
 
     def sampling_params_of(self, request: TrackedRequest, uses: Sequence[ProcessorUse]) -> SamplingParams:
         """See `EngineSeat.sampling_params_of`."""
-        return sampling_params(request.record, uses, self._model.eos_token_ids)
+        return sampling_params(request.record, uses, self._worker.model.eos_token_ids)
 
 
 def _hard_masks(params: Any) -> tuple[str, ...]:

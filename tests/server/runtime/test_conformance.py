@@ -12,7 +12,7 @@ from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.server.runtime import allowances
 from logitship.server.runtime.request_runtime import RequestRuntime
 from logitship.server.sglang.sampling_ranks import SamplingRanks
-from logitship.server.transformers import ShippedLogitsProcessor
+from logitship.server.transformers import generate_seat
 from tests.helpers.random_cases import random_seeds
 from tests.server.vllm.early_executor import EarlyExecutor
 from tests.server.vllm.fake_runner import OneRank
@@ -118,7 +118,7 @@ def test_code_in_this_process_leaves_the_random_numbers_of_ranks_as_they_were(
     engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ranks sample from generators in the same state. One that drew more numbers would sample other tokens."""
-    for ranks in (SamplingRanks, OneRank, ShippedLogitsProcessor.ranks):
+    for ranks in (SamplingRanks, OneRank, generate_seat.OneRank):
         monkeypatch.setattr(ranks, "size", 2)
     monkeypatch.setattr(SamplingRanks, "share", lambda _, logits, rows, ended: ended)
     before = torch.random.get_rng_state()

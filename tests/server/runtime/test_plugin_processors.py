@@ -30,7 +30,7 @@ def test_unreadable_tree_starts_no_processes(make: Any, tmp_path: Path, monkeypa
     ("name", "error"),
     [
         ("start", BlockingIOError(11, "Resource temporarily unavailable")),
-        ("set_up", ZygoteError("no namespaces")),
+        ("executor", ZygoteError("no namespaces")),
         ("executor", RuntimeError("can't start new thread")),
     ],
 )
@@ -44,9 +44,8 @@ def test_executor_that_cannot_start_leaves_no_process(
         raise error
 
     monkeypatch.setattr(ZygoteProcess, "start", fails if name == "start" else lambda zygote: None)
-    monkeypatch.setattr(ZygoteProcess, "set_up", fails if name == "set_up" else lambda zygote, model: None)
     monkeypatch.setattr(ZygoteProcess, "close", lambda zygote: closed.append(True))
-    monkeypatch.setattr(plugin_processors, "SandboxExecutor", fails)
+    monkeypatch.setattr(plugin_processors, "sandbox_executor", fails)
     settings = SglangSettings()
     with pytest.raises(ValueError, match="shipped processors cannot run in sandboxes: .*" + re.escape(str(error))):
         plugin_processors.shipped_executor(settings, ModelView(10, frozenset({0}), None), 1, logging.getLogger())

@@ -11,16 +11,17 @@ import pytest
 from logitship import CustomLogitProcessor
 from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
 from logitship.client.serialization.processor_string import InstalledProcessor
-from logitship.server.runtime.plugin_processors import MAX_PROCESSORS
+from logitship.server.runtime.request_fields import MAX_PROCESSORS
 from logitship.server.sglang.generate_fields import (
     ADMITTED,
     admitted_string,
     mark_admitted,
     only_forbids,
     processors_of,
-    read_fields,
+    read_processors,
     sampling_params_of,
     uses_beam_search,
+    with_params,
 )
 
 from .conftest import MakeReq
@@ -126,14 +127,14 @@ def test_admitted_strings_are_no_json(strings: Any) -> None:
 
 
 def test_one_processor_has_the_params_of_the_request() -> None:
-    (request,) = read_fields(FORBIDS, {"token_ids": [1]}, 1000)
+    (request,) = with_params(read_processors(FORBIDS, 1000), {"token_ids": [1]})
     assert request.string == InstalledProcessor("disallowed_tokens")
     assert request.params == {"token_ids": [1]}
 
 
 def test_several_processors_have_params_of_their_own() -> None:
     entries = [{"processor": {"name": "min_tokens"}, "params": {"a": 1}}, {"processor": FORBIDS}]
-    first, second = read_fields(json.dumps(entries), {"b": 2}, 1000)
+    first, second = with_params(read_processors(json.dumps(entries), 1000), {"b": 2})
     assert (first.string, first.params) == (InstalledProcessor("min_tokens"), {"a": 1})
     assert (second.string, second.params) == (InstalledProcessor("disallowed_tokens"), {"b": 2})
 
@@ -159,7 +160,7 @@ def test_several_processors_have_params_of_their_own() -> None:
 )
 def test_malformed_fields_are_refused(string: str, params: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        read_fields(string, params, 1000)
+        with_params(read_processors(string, 1000), params)
 
 
 class Other(CustomLogitProcessor):

@@ -11,9 +11,10 @@ import pytest
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime.plugin_processors import PluginProcessors, for_execution
+from logitship.server.runtime.seat import Worker
+from logitship.server.vllm import logger
 from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.batch_seat import BatchSeat
-from logitship.server.vllm.log import logger
 from logitship.server.vllm.settings import VllmSettings
 from tests.helpers.processors import CHECKS_HISTORY
 
@@ -109,7 +110,7 @@ def make_batch(settings: VllmSettings, model: ModelView, processors: PluginProce
     """Factory of the plugin on a runner, with `processors` or with other ones."""
 
     def make(runner: Runner, processors: PluginProcessors = processors) -> BatchSeat:
-        return BatchSeat(settings, model, processors, FAULT_TOKEN, OneRank(), BatchRequests(runner))
+        return BatchSeat(Worker(settings, model, OneRank(), processors, logger), BatchRequests(runner))
 
     return make
 

@@ -11,6 +11,8 @@ import torch
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.seat import Worker
+from logitship.server.vllm import logger
 from logitship.server.vllm.settings import VllmSettings
 from logitship.server.vllm.slot_seat import SlotSeat
 
@@ -73,9 +75,8 @@ class Runner:
         ranks = ranks or OneRank()
         model = ModelView(VOCAB_SIZE, frozenset({EOS}), None)
         runs = processors if ranks.is_first else None
-        self.seat = SlotSeat(
-            settings or VllmSettings(), model, runs, FAULT_TOKEN, ranks, self.buffers, has_drafts=has_drafts
-        )
+        worker = Worker(settings or VllmSettings(), model, ranks, runs, logger)
+        self.seat = SlotSeat(worker, self.buffers, has_drafts=has_drafts)
 
     def add(self, request: Request, *, holds_embeddings: bool = False) -> None:
         slot = request.slot = self.free.pop()

@@ -12,6 +12,8 @@ import torch
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.seat import Worker
+from logitship.server.vllm import logger
 from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.batch_seat import BatchSeat
 from logitship.server.vllm.settings import VllmSettings
@@ -217,7 +219,7 @@ def test_other_ranks_begin_no_calls(
     class OtherRank(OneRank):
         is_first = False
 
-    batch = BatchSeat(settings, model, None, FAULT_TOKEN, OtherRank(), BatchRequests(runner))
+    batch = BatchSeat(Worker(settings, model, OtherRank(), None, logger), BatchRequests(runner))
     runner.waiting = [request_of("a")]
     plan(runner, batch, a=3)
     assert batch._runtime._running == {}

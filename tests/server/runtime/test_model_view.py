@@ -5,7 +5,7 @@ import logging
 import pytest
 import transformers
 
-from logitship.server.runtime.hf_tokenizer import load_tokenizer
+from logitship.server.runtime.model_view import load_tokenizer
 
 TRANSFORMERS = logging.getLogger("transformers")
 

@@ -1,13 +1,13 @@
-"""The `ModelView` of the model that vLLM runs, and the token that ends failed requests."""
+"""What the plugin reads from vLLM's configuration: the model, the fault token, and when calls may begin."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from logitship.sampler.processors.request_view import ModelView
-from logitship.server.runtime.hf_tokenizer import load_tokenizer
+from logitship.server.runtime.model_view import load_tokenizer, view_of
 
-from .log import logger
+from . import logger
 
 
 def model_view(vllm_config: Any) -> ModelView:
@@ -16,16 +16,7 @@ def model_view(vllm_config: Any) -> ModelView:
     tokenizer = None
     if not config.skip_tokenizer_init:
         tokenizer = load_tokenizer(config.tokenizer, config.tokenizer_revision, config.trust_remote_code, logger)
-    return ModelView(config.get_vocab_size(), _eos_token_ids(config, tokenizer), tokenizer)
-
-
-def _eos_token_ids(config: Any, tokenizer: Any) -> frozenset[int]:
-    """Return all tokens at which vLLM ends a sequence by default."""
-    found = config.try_get_generation_config().get("eos_token_id")
-    ids = {found} if isinstance(found, int) else set(found or ())
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(ids)
+    return view_of(config.get_vocab_size(), config.try_get_generation_config().get("eos_token_id"), tokenizer)
 
 
 def fault_token(model: ModelView) -> int:
@@ -47,3 +38,14 @@ def fault_token(model: ModelView) -> int:
     special = {token for token in added if added[token].special} | set(model.tokenizer.all_special_ids)
     harmless = sorted(token for token in special - model.eos_token_ids if token in all_tokens)
     return (unused or harmless or all_tokens)[-1]
+
+
+def begins_early(vllm_config: Any) -> bool:
+    """Return whether calls may begin before the model computes.
+
+    That takes two things. The last tokens are known: with asynchronous scheduling, vLLM plans a step before it has
+    them. And vLLM samples what it plans: an instance that only encodes images samples nothing.
+    """
+    encoders = vllm_config.ec_transfer_config
+    only_encodes = encoders is not None and encoders.is_encode_only
+    return not vllm_config.scheduler_config.async_scheduling and not only_encodes

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from logitship.sampler.processors.request_view import ModelView
-from logitship.server.vllm.model_view import fault_token, model_view
+from logitship.server.vllm.configuration import fault_token, model_view
 
 
 class FakeTokenizer:

@@ -1,4 +1,4 @@
-"""The Hugging Face tokenizer that processors get inside another engine.
+"""What processors see of an engine's model, with a Hugging Face tokenizer.
 
 The engine's own tokenizer object is not used: sandboxes cannot unpickle it without the engine.
 """
@@ -6,7 +6,10 @@ The engine's own tokenizer object is not used: sandboxes cannot unpickle it with
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
+
+from logitship.sampler.processors.request_view import ModelView
 
 
 def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool, logger: logging.Logger) -> Any:
@@ -24,3 +27,17 @@ def load_tokenizer(name: str, revision: str | None, trust_remote_code: bool, log
         return None
     finally:
         transformers_logger.setLevel(level)
+
+
+def view_of(vocab_size: int, ends: int | Iterable[int] | None, tokenizer: Any) -> ModelView:
+    """Return the processors' view of an engine's model.
+
+    Args:
+        vocab_size: width of the logits.
+        ends: tokens at which the engine ends a sequence by default, beside the tokenizer's EOS token.
+        tokenizer: what `load_tokenizer` returned, or None.
+    """
+    ids = {ends} if isinstance(ends, int) else set(ends or ())
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return ModelView(vocab_size, frozenset(ids), tokenizer)
