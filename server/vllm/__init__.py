@@ -5,7 +5,6 @@ Groups, sandboxes and built-in processors are those of logitship's own server; v
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,6 @@ if TYPE_CHECKING:
     from .plugin import LogitshipLogitsProcessor
 
 __all__ = ["LogitshipLogitsProcessor"]
-
-logger = logging.getLogger("vllm.logitship")
-"""A child of vLLM's logger, the only one that `vllm serve` prints."""
 
 _MODEL_RUNNER_V2 = "vllm.v1.worker.gpu."
 

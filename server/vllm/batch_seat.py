@@ -20,9 +20,9 @@ from logitship.server.runtime.ranks import GroupRanks
 from logitship.server.runtime.seat import Worker
 from logitship.server.runtime.tracked_request import INTERNAL_ERROR, TrackedRequest
 
-from . import logger
 from .batch_requests import BatchRequests
 from .extra_args import has_processors
+from .settings import logger
 from .vllm_seat import HOLDS_EMBEDDINGS, VllmSeat
 
 _PLACEHOLDER = -1

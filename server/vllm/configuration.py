@@ -7,7 +7,7 @@ from typing import Any
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime.model_view import load_tokenizer, view_of
 
-from . import logger
+from .settings import logger
 
 
 def model_view(vllm_config: Any) -> ModelView:

@@ -10,11 +10,10 @@ from logitship.client.http.vllm_handshake import PluginInfo
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission
 
-from . import logger
 from .callers import find_caller
 from .configuration import fault_token, model_view
 from .extra_args import asks_for_plugin_info, has_processors, read_processors, sampling_params
-from .settings import VllmSettings
+from .settings import VllmSettings, logger
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,12 @@ from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor  # pyri
 
 from logitship.server.runtime.seat import start_worker
 
-from . import logger
 from .batch_requests import BatchRequests, missing_attributes
 from .batch_seat import BatchSeat
 from .callers import find_caller
 from .configuration import begins_early, model_view
 from .params_validation import admit
-from .settings import VllmSettings
+from .settings import VllmSettings, logger
 from .tensor_parallel import TensorParallelRanks
 
 

@@ -16,12 +16,11 @@ from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[repo
 
 from logitship.server.runtime.seat import start_worker
 
-from . import logger
 from .callers import SCHEDULED, find_caller, find_caller_argument
 from .configuration import begins_early, model_view
 from .extra_args import has_processors
 from .params_validation import admit
-from .settings import VllmSettings
+from .settings import VllmSettings, logger
 from .slot_seat import SlotSeat
 from .tensor_parallel import TensorParallelRanks
 

@@ -1,10 +1,14 @@
-"""The settings of the plugin for vLLM."""
+"""The settings and the logger of the plugin for vLLM."""
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from logitship.server.runtime.plugin_settings import SHARED_READERS, PluginSettings, read_switch
+
+logger = logging.getLogger("vllm.logitship")
+"""A child of vLLM's logger, the only one that `vllm serve` prints."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,8 +26,8 @@ from logitship.server.runtime.ranks import GroupRanks
 from logitship.server.runtime.seat import Worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 
-from . import logger
 from .extra_args import has_processors
+from .settings import logger
 from .vllm_seat import HOLDS_EMBEDDINGS, Drafts, VllmSeat
 
 _STATE_LOST = "vLLM preempted it and the state of its processors was lost"

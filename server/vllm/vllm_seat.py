@@ -26,9 +26,9 @@ from logitship.server.runtime.request_runtime import RequestRuntime
 from logitship.server.runtime.seat import Worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 
-from . import logger
 from .configuration import fault_token
 from .extra_args import read_processors, sampling_params
+from .settings import logger
 
 Drafts: TypeAlias = Mapping[int, Sequence[int]]
 """Draft tokens of some rows. The rows behind them follow the row."""

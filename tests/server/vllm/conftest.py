@@ -12,10 +12,9 @@ import pytest
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime.plugin_processors import PluginProcessors, for_execution
 from logitship.server.runtime.seat import Worker
-from logitship.server.vllm import logger
 from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.batch_seat import BatchSeat
-from logitship.server.vllm.settings import VllmSettings
+from logitship.server.vllm.settings import VllmSettings, logger
 from tests.helpers.processors import CHECKS_HISTORY
 
 from .early_executor import EarlyExecutor

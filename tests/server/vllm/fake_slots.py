@@ -12,8 +12,7 @@ import torch
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.runtime.seat import Worker
-from logitship.server.vllm import logger
-from logitship.server.vllm.settings import VllmSettings
+from logitship.server.vllm.settings import VllmSettings, logger
 from logitship.server.vllm.slot_seat import SlotSeat
 
 from .fake_runner import EOS, FAULT_TOKEN, MAX_ROWS, VOCAB_SIZE, OneRank

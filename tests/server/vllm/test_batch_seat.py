@@ -12,10 +12,9 @@ from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.runtime.seat import Worker
-from logitship.server.vllm import logger
 from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.batch_seat import BatchSeat
-from logitship.server.vllm.settings import VllmSettings
+from logitship.server.vllm.settings import VllmSettings, logger
 
 from .conftest import MakeBatch, MakeParams
 from .fake_runner import FAULT_TOKEN, VOCAB_SIZE, Record, Runner, add_to_row_0, alone, is_ended, run

@@ -13,10 +13,9 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.runtime.seat import Worker
-from logitship.server.vllm import logger
 from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.batch_seat import BatchSeat
-from logitship.server.vllm.settings import VllmSettings
+from logitship.server.vllm.settings import VllmSettings, logger
 
 from .conftest import MakeBatch
 from .early_executor import EarlyExecutor, EarlyRun

@@ -10,9 +10,8 @@ from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.plugin_processors import for_admission, for_execution
-from logitship.server.vllm import logger
 from logitship.server.vllm.extra_args import read_processors
-from logitship.server.vllm.settings import VllmSettings
+from logitship.server.vllm.settings import VllmSettings, logger
 
 SOURCE = """
 from logitship import CustomLogitProcessor
