@@ -1,4 +1,4 @@
-"""What processors see of an engine's model, with a Hugging Face tokenizer.
+"""The view that processors get of an engine's model, with a Hugging Face tokenizer.
 
 The engine's own tokenizer object is not used: sandboxes cannot unpickle it without the engine.
 """

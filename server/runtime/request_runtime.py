@@ -30,7 +30,7 @@ from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from .allowances import Allowances
 from .draft_tree import DraftTree
 from .ranks import own_random_numbers
-from .seat import EngineSeat, Ranks, Worker
+from .seat import EngineSeat, EngineWorker, Ranks
 from .tracked_request import INTERNAL_ERROR, TrackedRequest
 
 MAX_LOADING = 30.0
@@ -54,7 +54,7 @@ class RequestRuntime:
         edited: the rows that the last `apply` may have changed.
     """
 
-    def __init__(self, seat: EngineSeat, worker: Worker[Ranks]) -> None:
+    def __init__(self, seat: EngineSeat, worker: EngineWorker[Ranks]) -> None:
         self.called: dict[int, TrackedRequest] = {}
         self.behind_drafts: dict[int, TrackedRequest] = {}
         self.edited: list[int] = []
@@ -182,9 +182,10 @@ class RequestRuntime:
         states = {state for request in finished for state in request.states}
         if not states:
             return
-        rows = [row for row, request in self._running.items() if request in states]
-        self._running = {row: request for row, request in self._running.items() if row not in rows}
         self._close(use for state in states for use in state.uses)
+        # Also those of draft tokens, whose states a request has taken over or dropped.
+        rows = [row for row, request in self._running.items() if not self._kept.issuperset(request.uses)]
+        self._running = {row: request for row, request in self._running.items() if row not in rows}
         for request in finished:
             self._allowances.drop(request.rid)
         self._shipped.update_state(BatchUpdate(len(self._running), rows, [], []))

@@ -48,7 +48,7 @@ RanksT_co = TypeVar("RanksT_co", bound=Ranks, covariant=True)
 
 
 @dataclass(frozen=True)
-class Worker(Generic[RanksT_co]):
+class EngineWorker(Generic[RanksT_co]):
     """A process of an engine that computes logits and samples tokens.
 
     Attributes:
@@ -66,16 +66,16 @@ class Worker(Generic[RanksT_co]):
     logger: logging.Logger
 
 
-def start_worker(
+def start_engine_worker(
     settings: PluginSettings, model: ModelView, ranks: RanksT, max_rows: int, logger: logging.Logger
-) -> Worker[RanksT]:
+) -> EngineWorker[RanksT]:
     """Start the executor of the processors on the first rank, for up to `max_rows` rows.
 
     Raises:
         ValueError: as `for_execution`.
     """
     processors = for_execution(settings, model, max_rows, logger) if ranks.is_first else None
-    return Worker(settings, model, ranks, processors, logger)
+    return EngineWorker(settings, model, ranks, processors, logger)
 
 
 class EngineSeat(Protocol):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from logitship.server.runtime.seat import start_worker
+from logitship.server.runtime.seat import start_engine_worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship_sglang import GENERATE, logger
 
@@ -76,7 +76,7 @@ def make_steps(init: Function, scheduler: Any, server_args: Any, *args: Any, **k
         return
     settings = SglangSettings.from_environment()
     model = served_model(scheduler.model_config, arguments)
-    _steps = SglangSeat(start_worker(settings, model, sampling_ranks(), scheduler.max_running_requests, logger))
+    _steps = SglangSeat(start_engine_worker(settings, model, sampling_ranks(), scheduler.max_running_requests, logger))
     # With overlap scheduling, the last tokens are not known before the next step begins, except on a CPU.
     _begins_early = not scheduler.enable_overlap or arguments.device == "cpu"
     scheduling = "overlap" if scheduler.enable_overlap else "normal"

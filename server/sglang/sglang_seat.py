@@ -27,7 +27,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.draft_tree import DraftTree
 from logitship.server.runtime.request_runtime import RequestRuntime
-from logitship.server.runtime.seat import Worker
+from logitship.server.runtime.seat import EngineWorker
 from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship_sglang import logger
 
@@ -99,7 +99,7 @@ class SglangSeat:
 
     engine = "SGLang"
 
-    def __init__(self, worker: Worker[SamplingRanks]) -> None:
+    def __init__(self, worker: EngineWorker[SamplingRanks]) -> None:
         self._worker = worker
         self._runtime = RequestRuntime(self, worker)
         self._requests: list[TrackedRequest] = []

@@ -25,7 +25,7 @@ from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.plugin_settings import SHARED_READERS, PluginSettings
 from logitship.server.runtime.request_fields import read_several
 from logitship.server.runtime.request_runtime import RequestRuntime
-from logitship.server.runtime.seat import start_worker
+from logitship.server.runtime.seat import start_engine_worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 
 logger = logging.getLogger("transformers.logitship")
@@ -86,7 +86,7 @@ class ShippedLogitsProcessor(LogitsProcessor):
         self._requested = _read(processors, settings)
         vocab_size = model.get_output_embeddings().weight.shape[0]
         view = ModelView(vocab_size, self._eos_token_ids, tokenizer)
-        worker = start_worker(settings, view, OneRank(), max_rows, logger)
+        worker = start_engine_worker(settings, view, OneRank(), max_rows, logger)
         self._processors = worker.processors
         self._runtime = RequestRuntime(self, worker)
         self._roots: list[TrackedRequest] = []

@@ -17,7 +17,7 @@ import torch
 from logitship.sampler.batch_processors.interface import BatchUpdate, MoveDirectionality
 from logitship.sampler.batch_processors.logits_processors import BatchRows
 from logitship.server.runtime.ranks import GroupRanks
-from logitship.server.runtime.seat import Worker
+from logitship.server.runtime.seat import EngineWorker
 from logitship.server.runtime.tracked_request import INTERNAL_ERROR, TrackedRequest
 
 from .batch_requests import BatchRequests
@@ -67,7 +67,7 @@ class BatchSeat(VllmSeat):
         requests: looks up requests in the model runner.
     """
 
-    def __init__(self, worker: Worker[GroupRanks], requests: BatchRequests) -> None:
+    def __init__(self, worker: EngineWorker[GroupRanks], requests: BatchRequests) -> None:
         super().__init__(worker)
         self._runner_requests = requests
         self._requests: dict[str, _BatchRequest] = {}

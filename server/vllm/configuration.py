@@ -1,4 +1,4 @@
-"""What the plugin reads from vLLM's configuration: the model, the fault token, and when calls may begin."""
+"""vLLM's configuration, as far as the plugin reads it: the model, the fault token, and when calls may begin."""
 
 from __future__ import annotations
 

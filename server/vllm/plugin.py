@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor  # pyright: ignore[reportMissingImports]
 
-from logitship.server.runtime.seat import start_worker
+from logitship.server.runtime.seat import start_engine_worker
 
 from .batch_requests import BatchRequests, missing_attributes
 from .batch_seat import BatchSeat
@@ -39,7 +39,7 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
         settings = VllmSettings.from_environment()
         requests = BatchRequests(_model_runner(vllm_config))
         max_rows = vllm_config.scheduler_config.max_num_seqs
-        worker = start_worker(settings, model_view(vllm_config), TensorParallelRanks(), max_rows, logger)
+        worker = start_engine_worker(settings, model_view(vllm_config), TensorParallelRanks(), max_rows, logger)
         scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
         logger.info("logitship runs in model runner V1, with %s scheduling", scheduling)
         self._seat = BatchSeat(worker, requests)

@@ -14,7 +14,7 @@ from vllm.v1.worker.gpu.sample.logits_processor import (  # pyright: ignore[repo
     LogitsProcRequestState,
 )
 
-from logitship.server.runtime.seat import start_worker
+from logitship.server.runtime.seat import start_engine_worker
 
 from .callers import SCHEDULED, find_caller, find_caller_argument
 from .configuration import begins_early, model_view
@@ -54,7 +54,7 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         self._row_order = _row_order()
         settings = VllmSettings.from_environment()
         ranks, max_rows = TensorParallelRanks(), req_states.max_num_reqs
-        worker = start_worker(settings, model_view(vllm_config), ranks, max_rows, logger)
+        worker = start_engine_worker(settings, model_view(vllm_config), ranks, max_rows, logger)
         has_drafts = vllm_config.speculative_config is not None
         self._seat = SlotSeat(worker, req_states, has_drafts=has_drafts)
         # Which draft tokens were accepted is known on the device alone.

@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 
 from logitship.server.runtime.ranks import GroupRanks
-from logitship.server.runtime.seat import Worker
+from logitship.server.runtime.seat import EngineWorker
 from logitship.server.runtime.tracked_request import TrackedRequest
 
 from .extra_args import has_processors
@@ -72,7 +72,7 @@ class SlotSeat(VllmSeat):
         has_drafts: vLLM decodes speculatively.
     """
 
-    def __init__(self, worker: Worker[GroupRanks], req_states: Any, *, has_drafts: bool = False) -> None:
+    def __init__(self, worker: EngineWorker[GroupRanks], req_states: Any, *, has_drafts: bool = False) -> None:
         super().__init__(worker)
         self._req_states = req_states
         self._has_drafts = has_drafts

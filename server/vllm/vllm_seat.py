@@ -23,7 +23,7 @@ from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.draft_tree import DraftTree
 from logitship.server.runtime.ranks import GroupRanks
 from logitship.server.runtime.request_runtime import RequestRuntime
-from logitship.server.runtime.seat import Worker
+from logitship.server.runtime.seat import EngineWorker
 from logitship.server.runtime.tracked_request import TrackedRequest
 
 from .configuration import fault_token
@@ -50,7 +50,7 @@ class VllmSeat:
 
     engine = "vLLM"
 
-    def __init__(self, worker: Worker[GroupRanks]) -> None:
+    def __init__(self, worker: EngineWorker[GroupRanks]) -> None:
         self._worker = worker
         self._fault_token = fault_token(worker.model)
         self._runtime = RequestRuntime(self, worker)

@@ -21,7 +21,7 @@ from logitship.server.runtime import plugin_processors
 from logitship.server.runtime.plugin_processors import for_execution
 from logitship.server.runtime.plugin_settings import PluginSettings
 from logitship.server.runtime.request_runtime import RequestRuntime
-from logitship.server.runtime.seat import Worker
+from logitship.server.runtime.seat import EngineWorker
 from logitship.server.sglang.generate_fields import ADMITTED
 from logitship.server.sglang.sglang_seat import SglangSeat
 from logitship.server.sglang.sglang_settings import SglangSettings
@@ -179,7 +179,7 @@ class Sglang(FakeEngine):
 
     def _run(self, seed: int, *jobs: Job) -> dict[str, list[int]]:
         assert isinstance(self.settings, SglangSettings)
-        self._seat = SglangSeat(Worker(self.settings, self.model, one_rank(), self.processors, LOGGER))
+        self._seat = SglangSeat(EngineWorker(self.settings, self.model, one_rank(), self.processors, LOGGER))
         reqs = {job.rid: self._req(job) for job in jobs}
         FakeScheduler(seed, self._seat, overlap=self.overlap).run(*reqs.values())
         self._seat.drop_finished()
@@ -218,7 +218,7 @@ class VllmV1(FakeEngine):
     def _run(self, seed: int, *jobs: Job) -> dict[str, list[int]]:
         assert isinstance(self.settings, VllmSettings)
         runner = Runner(seed, self.is_async)
-        worker = Worker(self.settings, self.model, OneRank(), self.processors, LOGGER)
+        worker = EngineWorker(self.settings, self.model, OneRank(), self.processors, LOGGER)
         self._seat = BatchSeat(worker, BatchRequests(runner))
         outputs = fake_runner.run(runner, self._seat, *map(self._record, jobs))
         return {rid: _without_fault_token(output) for rid, output in outputs.items()}

@@ -13,7 +13,7 @@ import pytest
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime.plugin_processors import PluginProcessors, for_execution
-from logitship.server.runtime.seat import Worker
+from logitship.server.runtime.seat import EngineWorker
 from logitship.server.sglang.generate_fields import ADMITTED
 from logitship.server.sglang.sampling_ranks import SamplingRanks
 from logitship.server.sglang.sglang_seat import SglangSeat
@@ -72,7 +72,7 @@ def processors(settings: SglangSettings, model: ModelView) -> PluginProcessors:
 
 @pytest.fixture
 def steps(settings: SglangSettings, model: ModelView, processors: PluginProcessors) -> SglangSeat:
-    return SglangSeat(Worker(settings, model, one_rank(), processors, logger))
+    return SglangSeat(EngineWorker(settings, model, one_rank(), processors, logger))
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def new_steps(settings: SglangSettings, model: ModelView) -> NewSteps:
             if executor is not None:
                 patch.setattr(SHIPPED_EXECUTOR, lambda *args: executor)
             processors = for_execution(settings, model, MAX_ROWS, logging.getLogger("sglang.logitship"))
-        return processors, SglangSeat(Worker(settings, model, one_rank(), processors, logger))
+        return processors, SglangSeat(EngineWorker(settings, model, one_rank(), processors, logger))
 
     return new
 

@@ -9,7 +9,7 @@ import torch
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime.plugin_processors import PluginProcessors
-from logitship.server.runtime.seat import Worker
+from logitship.server.runtime.seat import EngineWorker
 from logitship.server.sglang.sampling_ranks import SamplingRanks
 from logitship.server.sglang.sglang_seat import SglangSeat
 from logitship.server.sglang.sglang_settings import SglangSettings
@@ -53,7 +53,7 @@ def test_ranks_agree(
     threads = []
     for rank in range(2):
         ranks = SamplingRanks(FakeGroup(rank, sent, barrier))
-        steps = SglangSeat(Worker(settings, model, ranks, processors if rank == 0 else None, logger))
+        steps = SglangSeat(EngineWorker(settings, model, ranks, processors if rank == 0 else None, logger))
         scheduler = FakeScheduler(5, steps, overlap=True)
         reqs.append([make_req("a", tokens=9), make_req("b", first=None), make_req("c", first=20, fails_at=3)])
         threads.append(threading.Thread(target=scheduler.run, args=reqs[rank]))
@@ -76,7 +76,7 @@ def test_ranks_agree_about_drafts(
     threads = []
     for rank in range(2):
         ranks = SamplingRanks(FakeGroup(rank, sent, barrier))
-        worker = Worker(settings, model, ranks, processors if rank == 0 else None, logger)
+        worker = EngineWorker(settings, model, ranks, processors if rank == 0 else None, logger)
         verifier = FakeVerifier(SglangSeat(worker), random_tree, seed=4)
         reqs.append([make_req("a", tokens=9), make_req("b", first=None), make_req("c", first=20, fails_at=3)])
         threads.append(threading.Thread(target=verifier.run, args=reqs[rank]))

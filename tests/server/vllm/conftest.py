@@ -11,7 +11,7 @@ import pytest
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime.plugin_processors import PluginProcessors, for_execution
-from logitship.server.runtime.seat import Worker
+from logitship.server.runtime.seat import EngineWorker
 from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.batch_seat import BatchSeat
 from logitship.server.vllm.settings import VllmSettings, logger
@@ -109,7 +109,7 @@ def make_batch(settings: VllmSettings, model: ModelView, processors: PluginProce
     """Factory of the plugin on a runner, with `processors` or with other ones."""
 
     def make(runner: Runner, processors: PluginProcessors = processors) -> BatchSeat:
-        return BatchSeat(Worker(settings, model, OneRank(), processors, logger), BatchRequests(runner))
+        return BatchSeat(EngineWorker(settings, model, OneRank(), processors, logger), BatchRequests(runner))
 
     return make
 

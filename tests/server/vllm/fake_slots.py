@@ -11,7 +11,7 @@ import torch
 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime.plugin_processors import PluginProcessors
-from logitship.server.runtime.seat import Worker
+from logitship.server.runtime.seat import EngineWorker
 from logitship.server.vllm.settings import VllmSettings, logger
 from logitship.server.vllm.slot_seat import SlotSeat
 
@@ -74,7 +74,7 @@ class Runner:
         ranks = ranks or OneRank()
         model = ModelView(VOCAB_SIZE, frozenset({EOS}), None)
         runs = processors if ranks.is_first else None
-        worker = Worker(settings or VllmSettings(), model, ranks, runs, logger)
+        worker = EngineWorker(settings or VllmSettings(), model, ranks, runs, logger)
         self.seat = SlotSeat(worker, self.buffers, has_drafts=has_drafts)
 
     def add(self, request: Request, *, holds_embeddings: bool = False) -> None:

@@ -11,7 +11,7 @@ import torch
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime.plugin_processors import PluginProcessors
-from logitship.server.runtime.seat import Worker
+from logitship.server.runtime.seat import EngineWorker
 from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.batch_seat import BatchSeat
 from logitship.server.vllm.settings import VllmSettings, logger
@@ -189,7 +189,7 @@ def test_other_ranks_receive_the_rows_of_the_first(
     results = []
     for is_first in (True, False):
         runner = Runner(0, is_async=False)
-        worker = Worker(settings, model, Rank(is_first, written), processors if is_first else None, logger)
+        worker = EngineWorker(settings, model, Rank(is_first, written), processors if is_first else None, logger)
         batch = BatchSeat(worker, BatchRequests(runner))
         record = request_of("x", fails_at=1)
         steps = [add_to_row_0(runner, batch, record)]

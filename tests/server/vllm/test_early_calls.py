@@ -12,7 +12,7 @@ import torch
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.server.runtime.plugin_processors import PluginProcessors
-from logitship.server.runtime.seat import Worker
+from logitship.server.runtime.seat import EngineWorker
 from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.batch_seat import BatchSeat
 from logitship.server.vllm.settings import VllmSettings, logger
@@ -218,7 +218,7 @@ def test_other_ranks_begin_no_calls(
     class OtherRank(OneRank):
         is_first = False
 
-    batch = BatchSeat(Worker(settings, model, OtherRank(), None, logger), BatchRequests(runner))
+    batch = BatchSeat(EngineWorker(settings, model, OtherRank(), None, logger), BatchRequests(runner))
     runner.waiting = [request_of("a")]
     plan(runner, batch, a=3)
     assert batch._runtime._running == {}
