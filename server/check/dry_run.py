@@ -10,7 +10,7 @@ import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any
@@ -86,39 +86,15 @@ class DryRun:
             members.append(SequenceState(params, view, view.output_ids))
         return members
 
-    def call(
-        self, members: Sequence[SequenceState], logits: torch.Tensor, method: Callable[..., Any] | None = None
-    ) -> Any:
+    def call(self, members: Sequence[SequenceState], logits: torch.Tensor) -> Any:
         """Call the processor for some rows, and return its result. Its exceptions propagate.
 
         Args:
             members: one per row.
             logits: float32 [rows, vocab].
-            method: called instead of its `__call__`.
         """
-        arguments = (logits, [member.params for member in members])
         with contextlib.redirect_stdout(io.StringIO()):
-            return self.processor(*arguments) if method is None else method(self.processor, *arguments)
-
-    def outputs(self, recordings: Sequence[Recording], method: Callable[..., Any] | None = None) -> list[torch.Tensor]:
-        """Run all sequences as a batch, until the first one ends, and return the logits of each step.
-
-        Args:
-            recordings: the sequences.
-            method: called instead of `__call__`.
-        """
-        members = self.members(recordings)
-        outputs = []
-        for step, logits in enumerate(self.inputs(recordings)):
-            outputs.append(self.call(members, logits, method).clone())
-            for member, recording in zip(members, recordings, strict=True):
-                member.extend([recording.tokens[step]])
-        return outputs
-
-    def inputs(self, recordings: Sequence[Recording]) -> list[torch.Tensor]:
-        """Return the logits that `outputs` gives to the processor in each step."""
-        steps = range(min((recording.steps for recording in recordings), default=0))
-        return [torch.stack([recording.inputs[step] for recording in recordings]) for step in steps]
+            return self.processor(logits, [member.params for member in members])
 
     def facts(self, recordings: Sequence[Recording]) -> DryRunFacts:
         """Run all sequences as a batch, until the first one ends."""

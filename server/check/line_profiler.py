@@ -23,10 +23,9 @@ from logitship.client.serialization.provenance import is_installed, top_level
 from logitship.client.serialization.serialize import own_packages
 
 from .dry_run import DryRun
-from .local_timing import SECONDS, WARM_UP, append_tokens, median_seconds, one_thread
+from .local_timing import median_seconds
 from .replay import Recording
 
-_MAX_CALLS = 20
 _MAX_LINES = 2
 _MIN_SHARE = 0.1
 
@@ -101,23 +100,8 @@ def measure_lines(cls: type, dry_run: DryRun, recordings: Sequence[Recording], l
         logits: float32 [rows, vocab].
     """
     untraced = median_seconds(dry_run, recordings, logits)
-    if untraced is None:
-        return []
-    members = dry_run.members([recordings[row % len(recordings)] for row in range(len(logits))])
     clock = LineProfiler(own_packages(cls))
-    started = time.perf_counter()
-    try:
-        for call in range(WARM_UP + _MAX_CALLS):
-            given = logits.clone()
-            if call < WARM_UP:
-                output = dry_run.call(members, given)
-            else:
-                with one_thread(), clock:
-                    output = dry_run.call(members, given)
-            append_tokens(members, output)
-            if call >= WARM_UP and time.perf_counter() - started > SECONDS:
-                break
-    except BaseException:  # noqa: BLE001  # boundary: author code
+    if untraced is None or median_seconds(dry_run, recordings, logits, profiler=clock) is None:
         return []
     return _slowest(clock.seconds, untraced / len(logits) * 1e6, _files_of(cls))
 

@@ -9,26 +9,40 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
-
-from logitship.sampler.sandbox.worker import SequenceState
 
 from .dry_run import DryRun
 from .replay import Recording
 
 SECONDS = 0.5
 """Duration of a measurement."""
-MIN_CALLS, MAX_CALLS = 7, 100
-WARM_UP = 2
+_MIN_CALLS, _MAX_CALLS = 7, 100
+_WARM_UP = 2
 """Calls that are not counted: the first calls fill caches and tables."""
 
 
+def median_of_calls(call: Callable[[int], float]) -> float:
+    """Repeat a call for `SECONDS`, and return the median of the seconds that it returns.
+
+    Args:
+        call: takes the number of the call, negative for those that are not counted.
+    """
+    seconds: list[float] = []
+    started = time.perf_counter()
+    while len(seconds) < _MIN_CALLS or (time.perf_counter() - started < SECONDS and len(seconds) < _MAX_CALLS):
+        seconds.append(call(len(seconds) - _WARM_UP))
+    return statistics.median(seconds[_WARM_UP:])
+
+
 def median_seconds(
-    dry_run: DryRun, recordings: Sequence[Recording], logits: torch.Tensor, num_tokens: int = 0
+    dry_run: DryRun,
+    recordings: Sequence[Recording],
+    logits: torch.Tensor,
+    num_tokens: int = 0,
+    profiler: AbstractContextManager[object] | None = None,
 ) -> float | None:
     """Return the median time of a call. After each call, each sequence appends its most likely token.
 
@@ -37,6 +51,7 @@ def median_seconds(
         recordings: give the sequences their parameters, prompts and tokens.
         logits: float32 [rows, vocab].
         num_tokens: output tokens of each sequence before the first call: the recorded ones, repeated.
+        profiler: active during the calls that are counted.
 
     Returns:
         Seconds, or None if a call fails.
@@ -45,36 +60,28 @@ def median_seconds(
     members = dry_run.members(rows)
     for member, recording in zip(members, rows, strict=True):
         member.extend(list(itertools.islice(itertools.cycle(recording.tokens), num_tokens)))
-    seconds: list[float] = []
-    started = time.perf_counter()
-    with one_thread():
-        while len(seconds) < MIN_CALLS or (time.perf_counter() - started < SECONDS and len(seconds) < MAX_CALLS):
-            given = logits.clone()
-            call_started = time.perf_counter()
-            try:
-                output = dry_run.call(members, given)
-                seconds.append(time.perf_counter() - call_started)
-                append_tokens(members, output)
-            except KeyboardInterrupt:
-                raise
-            except BaseException:  # noqa: BLE001  # boundary: author code
-                return None
-    return statistics.median(seconds[WARM_UP:])
 
+    def call(number: int) -> float:
+        given = logits.clone()
+        with nullcontext() if profiler is None or number < 0 else profiler:
+            started = time.perf_counter()
+            output = dry_run.call(members, given)
+            seconds = time.perf_counter() - started
+        for member, token in zip(members, output.argmax(dim=-1).tolist(), strict=True):
+            member.extend([token])
+        return seconds
 
-def append_tokens(members: Sequence[SequenceState], output: Any) -> None:
-    """Append its most likely token to each sequence.
-
-    Args:
-        members: one per row.
-        output: what the processor returned, [rows, vocab].
-    """
-    for member, token in zip(members, output.argmax(dim=-1).tolist(), strict=True):
-        member.extend([token])
+    try:
+        with _one_thread():
+            return median_of_calls(call)
+    except KeyboardInterrupt:
+        raise
+    except BaseException:  # noqa: BLE001  # boundary: author code
+        return None
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def _one_thread() -> Iterator[None]:
     """Limit torch to one thread, as in a sandbox."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from linecache import getline
 
 import torch
 
@@ -17,15 +16,15 @@ from logitship.server.check.dry_run import DryRun
 from logitship.server.check.environment import CheckEnvironment, FreshProcessor
 from logitship.server.check.findings import advice_for, result
 from logitship.server.check.line_profiler import measure_lines
-from logitship.server.check.local_timing import MAX_CALLS, MIN_CALLS, SECONDS, WARM_UP, median_seconds
+from logitship.server.check.local_timing import median_of_calls, median_seconds
 from logitship.server.check.replay import Recording
-from logitship.server.check.row_loops import RowLoop, find_row_loops
-from logitship.server.check.vectorize import candidates, equal_logits, rewritten_call
+from logitship.server.check.row_loops import row_loop_around
 
 SLOW_ROW = 200.0
 """Microseconds per row of the author's own code. 64 rows then take 13 ms, half a step of a small model."""
 COSTLY_LOOP = 20.0
-"""Microseconds per row above which a loop over rows is a warning."""
+"""Microseconds per row above which a loop over rows is a warning, if the slowest line is in it."""
+_LOOP_ADVICE = "Collect what differs from row to row in lists, make one tensor of each list, and edit all rows at once."
 _FEW_ROWS = 8
 """Batch size of the calls that are profiled."""
 _FAILS_AS_BATCH = "it raises an exception for these rows in one batch, and for none of them alone"
@@ -70,8 +69,8 @@ def check_speed(
     if dry_run is not None and not findings:  # a call that fails in a sandbox might hang or end this process
         findings += _history_findings(dry_run, recordings, base[:_FEW_ROWS])
         lines = measure_lines(cls, dry_run, recordings, base[:_FEW_ROWS])
-    loops = [(loop, _tested_rewrite(loop, dry_run, recordings)) for loop in find_row_loops(cls)]
-    findings += _timing_findings(timings, loops)
+    if timings:
+        findings += _timing_findings(timings[-1], cls, lines)
     return SpeedMeasurements(result("speed", _summary(timings) + overlap, findings), timings, lines)
 
 
@@ -91,20 +90,21 @@ def _median_call(processor: FreshProcessor, recordings: Sequence[Recording], log
         processor.start_sequence(f"{each.rid}-{row}", each.params, each.prompt_token_ids)
         for row, each in enumerate(cases)
     ]
-    seconds: list[float] = []
-    started = time.perf_counter()
-    while len(seconds) < MIN_CALLS or (time.perf_counter() - started < SECONDS and len(seconds) < MAX_CALLS):
+
+    def call(number: int) -> float:
         called = processor.call(sequences, logits)
         if called.faults:
             raise called.faults[min(called.faults)]
         if called.row_by_row:
             raise ProcessorFault(_FAILS_AS_BATCH, digest="", name="", kind="exception")
-        seconds.append(called.seconds)
         for sequence, token in zip(sequences, called.logits.argmax(dim=-1).tolist(), strict=True):
             sequence.tokens.append(token)
+        return called.seconds
+
+    median = median_of_calls(call)
     for sequence in sequences:
         sequence.row.close()
-    return statistics.median(seconds[WARM_UP:])
+    return median
 
 
 def _history_findings(dry_run: DryRun, recordings: Sequence[Recording], logits: torch.Tensor) -> list[Finding]:
@@ -131,48 +131,22 @@ def _failed_call(rows: int, fault: ProcessorFault) -> Finding:
     return Finding("speed", Severity.ERROR, seen, advice_for(fault, rows), facts, fault.traceback)
 
 
-def _timing_findings(timings: Sequence[BatchTiming], loops: Sequence[tuple[RowLoop, str]]) -> list[Finding]:
-    if not timings:
-        return []
-    largest = timings[-1]
-    own = largest.total if largest.own is None else largest.own
-    findings = []
+def _timing_findings(
+    largest: BatchTiming, cls: type[CustomLogitProcessor], lines: Sequence[SlowLine]
+) -> Iterator[Finding]:
+    """Yield warnings about the largest call, and about the loop over rows that its slowest line is in."""
+    # Edits of logits that are only recorded in a sandbox are made when the code is measured alone.
+    own = largest.total if largest.own is None else min(largest.own, largest.total)
     if own > SLOW_ROW:
         step = own * largest.rows / 1e3
         seen = f"{own:,.0f} µs per row: with {largest.rows} rows, it adds {step:,.1f} ms to each token"
         advice = "See the slowest lines. Keep what does not change from step to step in __req__.state or on self."
-        findings.append(Finding("speed", Severity.WARNING, seen, advice, {"microseconds_per_row": own}))
-    for loop, rewrite in loops:
-        severity = Severity.WARNING if own >= COSTLY_LOOP else Severity.NOTE
-        seen = f"it loops over rows: {loop.location}\n    {loop.text}"
-        advice = f"{loop.advice}\n{rewrite}".rstrip()
-        findings.append(Finding("speed", severity, seen, advice, {"file": loop.file, "line": loop.line}))
-    return findings
-
-
-def _tested_rewrite(loop: RowLoop, dry_run: DryRun | None, recordings: Sequence[Recording]) -> str:
-    """Return a rewrite of a loop with one write, which was run and gave the same logits; "" if there is none."""
-    if dry_run is None:
-        return ""
-    try:
-        expected = dry_run.outputs(recordings)
-        if equal_logits(expected, dry_run.inputs(recordings)):
-            return ""  # the write was not reached
-        variables = {"torch": torch, **type(dry_run.processor).__call__.__globals__}
-    except KeyboardInterrupt:
-        raise
-    except BaseException:  # noqa: BLE001  # boundary: author code
-        return ""
-    for rewrite in candidates(loop.code):
-        try:
-            found = dry_run.outputs(recordings, rewritten_call(loop.code, rewrite, variables))
-        except KeyboardInterrupt:
-            raise
-        except BaseException:  # noqa: BLE001  # boundary: author code
-            continue
-        if equal_logits(expected, found):
-            return rewrite.text()
-    return ""
+        yield Finding("speed", Severity.WARNING, seen, advice, {"microseconds_per_row": own})
+    loop = row_loop_around(cls, lines[0]) if lines and own >= COSTLY_LOOP else None
+    if loop is not None:
+        file = lines[0].file
+        seen = f"it loops over rows: {file.rpartition('/')[2]}:{loop.lineno}\n    {getline(file, loop.lineno).strip()}"
+        yield Finding("speed", Severity.WARNING, seen, _LOOP_ADVICE, {"file": file, "line": loop.lineno})
 
 
 def _overlap(processor: FreshProcessor) -> str:

@@ -10,7 +10,7 @@ import torch
 
 from logitship import CheckReport, CustomLogitProcessor
 from logitship.client.serialization.processor_string import PickledProcessor
-from logitship.server.check import line_profiler, local_timing
+from logitship.server.check import local_timing
 from logitship.server.check.cases import make_cases
 from logitship.server.check.check_options import CheckOptions
 from logitship.server.check.checks import speed
@@ -48,8 +48,7 @@ def environment(loaded_model: LoadedModel) -> Iterator[CheckEnvironment]:
 
 @pytest.fixture(autouse=True)
 def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (line_profiler, local_timing, speed):
-        monkeypatch.setattr(module, "SECONDS", 0.02)
+    monkeypatch.setattr(local_timing, "SECONDS", 0.02)
 
 
 @pytest.fixture(autouse=True)

@@ -30,7 +30,7 @@ def test_correct_class_passes(check: Check, good: type[CustomLogitProcessor]) ->
     assert {each.name: each.verdict for each in report.checks if each.verdict is not Verdict.PASSED} == {
         "argmax": Verdict.NOT_CHECKED
     }
-    assert [finding.severity for finding in report.findings] == [Severity.NOTE]  # it loops over rows
+    assert report.findings == []
     assert report.name == "Ban"
     assert report.digest.startswith("sha256:")
     assert (report.model, report.vocab_size, report.isolation) == ("tiny", 260, "sandbox")
