@@ -6,7 +6,7 @@ import builtins
 import dis
 import functools
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.util import resolve_name
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -116,22 +116,29 @@ def missing_globals(cls: type) -> list[str]:
 
     A name in a branch that never runs does no harm, so this is no reason to refuse a class.
     """
-    missing: set[str] = set()
-    seen: set[int] = set()
-    waiting = [function for base in cls.__mro__ if not is_installed(base.__module__) for function in functions_of(base)]
+    functions = reached_functions(cls, lambda module_name: not is_installed(module_name))
+    used = {name for each in functions for name in global_names(each.__code__) - each.__globals__.keys()}
+    return sorted(name for name in used if not hasattr(builtins, name))
+
+
+def reached_functions(cls: type, is_own: Callable[[str | None], bool]) -> list[FunctionType]:
+    """Return the functions of the class and its bases, and the functions that these use.
+
+    Args:
+        cls: the class.
+        is_own: returns whether functions of a module with this name are wanted.
+    """
+    reached: dict[FunctionType, None] = {}
+    waiting = [function for base in cls.__mro__ if is_own(base.__module__) for function in functions_of(base)]
     while waiting:
         function = waiting.pop()
-        if id(function) in seen:
+        if function in reached:
             continue
-        seen.add(id(function))
-        for name in global_names(function.__code__):
-            if name in function.__globals__:
-                waiting.extend(_own(functions_in(function.__globals__[name])))
-            elif not hasattr(builtins, name):
-                missing.add(name)
-        for value in captured_values(function).values():
-            waiting.extend(_own(functions_in(value)))
-    return sorted(missing)
+        reached[function] = None
+        values = [function.__globals__.get(name) for name in global_names(function.__code__)]
+        used = (inner for value in [*values, *captured_values(function).values()] for inner in functions_in(value))
+        waiting += [inner for inner in used if is_own(inner.__globals__.get("__name__"))]
+    return list(reached)
 
 
 def captured_values(function: FunctionType) -> dict[str, Any]:
@@ -143,10 +150,6 @@ def captured_values(function: FunctionType) -> dict[str, Any]:
         except ValueError:
             continue
     return values
-
-
-def _own(functions: Iterator[FunctionType]) -> Iterator[FunctionType]:
-    return (function for function in functions if not is_installed(function.__globals__.get("__name__")))
 
 
 def functions_in(value: Any) -> Iterator[FunctionType]:

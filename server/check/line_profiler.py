@@ -12,13 +12,13 @@ import time
 from collections import defaultdict
 from collections.abc import Collection, Sequence
 from pathlib import PurePath
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, TypeAlias
 
 import torch
 
 from logitship.client.check_report import SlowLine
-from logitship.client.serialization.code_names import functions_in, functions_of, global_names
+from logitship.client.serialization.code_names import reached_functions
 from logitship.client.serialization.provenance import is_installed, top_level
 from logitship.client.serialization.serialize import own_packages
 
@@ -44,7 +44,7 @@ class LineProfiler:
         self.seconds: defaultdict[Location, float] = defaultdict(float)
         self._running: list[Location] = []
         self._last = 0.0
-        self._own: dict[CodeType, bool] = {}
+        self._own: dict[str | None, bool] = {}
 
     def __enter__(self) -> LineProfiler:
         self._previous = sys.gettrace()
@@ -57,7 +57,7 @@ class LineProfiler:
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         """Trace a new frame (called by the interpreter). The return value traces its lines."""
-        if not self._is_own(frame):
+        if not self.is_own(str(frame.f_globals.get("__name__"))):
             return None
         self._tick()
         self._running.append((frame.f_code.co_filename, frame.f_lineno))
@@ -78,14 +78,14 @@ class LineProfiler:
         if self._running:
             self.seconds[self._running[-1]] += time.perf_counter() - self._last
 
-    def _is_own(self, frame: FrameType) -> bool:
-        code = frame.f_code
-        if code not in self._own:
-            module = str(frame.f_globals.get("__name__"))
+    def is_own(self, module_name: str | None) -> bool:
+        """Return whether a module is the author's."""
+        if module_name not in self._own:
+            top = top_level(module_name or "")
             # `is_installed` is False for logitship itself, which is the author's code only if `own_packages` says so.
-            is_logitship = top_level(module) == "logitship" and "logitship" not in self._own_packages
-            self._own[code] = _is_own(module, self._own_packages) and not is_logitship
-        return self._own[code]
+            is_others = top == "logitship" or is_installed(module_name)
+            self._own[module_name] = top in self._own_packages or not is_others
+        return self._own[module_name]
 
 
 def measure_lines(cls: type, dry_run: DryRun, recordings: Sequence[Recording], logits: torch.Tensor) -> list[SlowLine]:
@@ -103,27 +103,9 @@ def measure_lines(cls: type, dry_run: DryRun, recordings: Sequence[Recording], l
     clock = LineProfiler(own_packages(cls))
     if untraced is None or median_seconds(dry_run, recordings, logits, profiler=clock) is None:
         return []
-    return _slowest(clock.seconds, untraced / len(logits) * 1e6, _files_of(cls))
-
-
-def _files_of(cls: type) -> dict[str, str]:
-    """Map the names of the files that define the class and the functions it uses to their paths."""
-    files: dict[str, str] = {}
-    own = own_packages(cls)
-    waiting = [function for base in cls.__mro__ if _is_own(base.__module__, own) for function in functions_of(base)]
-    seen: set[CodeType] = set()
-    while waiting:
-        function = waiting.pop()
-        if function.__code__ not in seen:
-            seen.add(function.__code__)
-            files.setdefault(PurePath(function.__code__.co_filename).name, function.__code__.co_filename)
-            used = [function.__globals__.get(name) for name in global_names(function.__code__)]
-            waiting += [inner for value in used for inner in functions_in(value) if _is_own(inner.__module__, own)]
-    return files
-
-
-def _is_own(module: str, own_packages: Collection[str]) -> bool:
-    return top_level(module) in own_packages or not is_installed(module)
+    files = [each.__code__.co_filename for each in reached_functions(cls, clock.is_own)]
+    paths = {PurePath(file).name: file for file in files}
+    return _slowest(clock.seconds, untraced / len(logits) * 1e6, paths)
 
 
 def _slowest(seconds: dict[Location, float], microseconds: float, files: dict[str, str]) -> list[SlowLine]:
