@@ -7,7 +7,7 @@ programs written for vLLM work unchanged.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from logitship.client.records import Receipt
@@ -62,22 +62,8 @@ class BeamSearchParams:
 
     def sampling_params(self) -> SamplingParams:
         """Return the equivalent parameters for `LLM.generate`."""
-        return SamplingParams(
-            n=self.beam_width,
-            use_beam_search=True,
-            length_penalty=self.length_penalty,
-            early_stopping=self.early_stopping,
-            temperature=0,
-            max_tokens=self.max_tokens,
-            ignore_eos=self.ignore_eos,
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            structured_outputs=self.structured_outputs,
-            skip_special_tokens=self.skip_special_tokens,
-            logprobs=0,
-            custom_logit_processor=self.custom_logit_processor,
-            logits_processors=self.logits_processors,
-            custom_params=self.custom_params,
-        )
+        same = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "beam_width"}
+        return SamplingParams(n=self.beam_width, use_beam_search=True, logprobs=0, **same)
 
 
 @dataclass(frozen=True)
