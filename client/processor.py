@@ -134,10 +134,10 @@ class CustomLogitProcessor(ProcessorBase, ABC):
 
         # By name, because the client must not import the server, which most of its users do not install.
         try:
-            notebook = import_module("logitship.server.check.notebook")
+            run = import_module("logitship.server.check.run")
         except ModuleNotFoundError as error:
             raise ImportError(f'check() needs the server: pip install "logitship[serve]" ({error})') from error
-        report: CheckReport = notebook.check_class(
+        report: CheckReport = run.check_class(
             cls,
             params,
             prompt=prompt,

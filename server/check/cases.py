@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -18,16 +18,9 @@ NUM_CASES = 7
 _TOKENS_LEFT_BY_STRICT_MASK = 8
 
 
-class LogitsSource(Protocol):
-    """Produces the logits of one sequence, step by step."""
-
-    def next(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Return the logits of the next step, float32 [vocab] on the CPU.
-
-        Args:
-            tokens: the output so far: one token more than in the previous call.
-        """
-        ...
+LogitsSource: TypeAlias = Callable[[Sequence[int]], torch.Tensor]
+"""From a sequence's output so far, one token more than in the previous call, to the logits of the next step, float32
+[vocab] on the CPU."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +55,7 @@ def make_cases(loaded: LoadedModel, prompts: Sequence[str], param_sets: Sequence
     params = [param_sets[number % len(param_sets)] for number in range(count)]
 
     def random(number: int, name: str, scale: float, allowed: int | None = None) -> CheckCase:
-        def source() -> LogitsSource:
-            return _RandomLogits(loaded.vocab_size, loaded.eos_token_ids, number, scale, allowed)
-
+        source = partial(_random_logits, loaded.vocab_size, loaded.eos_token_ids, number, scale, allowed)
         return CheckCase(f"check-{number}", name, params[number], texts[number], source, is_masked=allowed is not None)
 
     few = min(_TOKENS_LEFT_BY_STRICT_MASK, loaded.vocab_size // 2)
@@ -77,7 +68,7 @@ def make_cases(loaded: LoadedModel, prompts: Sequence[str], param_sets: Sequence
     for number in range(4, count):
         text = texts[number]
         cases.append(
-            CheckCase(f"check-{number}", "real logits", params[number], text, partial(_RealLogits, loaded, text))
+            CheckCase(f"check-{number}", "real logits", params[number], text, partial(_real_logits, loaded, text))
         )
     return cases
 
@@ -87,8 +78,10 @@ def _shortened(prompt: list[int], count: int) -> list[int]:
     return prompt[: max(1, len(prompt) - count)]
 
 
-class _RandomLogits:
-    """Normally distributed logits, the same for the same seed.
+def _random_logits(
+    vocab_size: int, eos_token_ids: frozenset[int], seed: int, scale: float, allowed: int | None
+) -> LogitsSource:
+    """Return a source of normally distributed logits, the same for the same seed.
 
     Args:
         vocab_size: number of logits.
@@ -97,43 +90,35 @@ class _RandomLogits:
         scale: standard deviation.
         allowed: number of tokens that are not masked, the same ones in every step. None: all.
     """
+    random = torch.Generator().manual_seed(seed)
+    forbidden = torch.tensor([], dtype=torch.int64)
+    if allowed is not None:
+        order = torch.randperm(vocab_size, generator=random)
+        # Real masks allow the EOS tokens, and many processors force one.
+        forbidden = order[allowed:][~torch.isin(order[allowed:], torch.tensor(sorted(eos_token_ids)))]
 
-    def __init__(
-        self, vocab_size: int, eos_token_ids: frozenset[int], seed: int, scale: float, allowed: int | None
-    ) -> None:
-        self._vocab_size = vocab_size
-        self._scale = scale
-        self._random = torch.Generator().manual_seed(seed)
-        self._forbidden: torch.Tensor | None = None
-        if allowed is not None:
-            order = torch.randperm(vocab_size, generator=self._random)
-            # Real masks allow the EOS tokens, and many processors force one.
-            self._forbidden = order[allowed:][~torch.isin(order[allowed:], torch.tensor(sorted(eos_token_ids)))]
-
-    def next(self, tokens: Sequence[int]) -> torch.Tensor:
-        """See `LogitsSource`."""
-        logits = torch.randn(self._vocab_size, generator=self._random) * self._scale
-        if self._forbidden is not None:
-            logits[self._forbidden] = -torch.inf
+    def next_logits(tokens: Sequence[int]) -> torch.Tensor:
+        logits = torch.randn(vocab_size, generator=random) * scale
+        logits[forbidden] = -torch.inf
         return logits
 
+    return next_logits
 
-class _RealLogits:
-    """The model's logits."""
 
-    def __init__(self, loaded: LoadedModel, prompt: Sequence[int]) -> None:
-        self._model: Any = loaded.model
-        self._vocab_size = loaded.vocab_size
-        self._waiting = list(prompt) or sorted(loaded.eos_token_ids)[:1]
-        self._cache: Any = None
+def _real_logits(loaded: LoadedModel, prompt: Sequence[int]) -> LogitsSource:
+    """Return a source of the model's logits."""
+    model: Any = loaded.model
+    waiting = list(prompt) or sorted(loaded.eos_token_ids)[:1]
+    cache: Any = None
 
     @torch.no_grad()
-    def next(self, tokens: Sequence[int]) -> torch.Tensor:
-        """See `LogitsSource`."""
-        new = [*self._waiting, *tokens[-1:]]
-        self._waiting = []
-        ids = torch.tensor([new], device=self._model.device)
-        output = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True)
-        self._cache = output.past_key_values
-        logits: torch.Tensor = output.logits[0, -1, : self._vocab_size]
+    def next_logits(tokens: Sequence[int]) -> torch.Tensor:
+        nonlocal cache
+        ids = torch.tensor([[*waiting, *tokens[-1:]]], device=model.device)
+        waiting.clear()
+        output = model(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        logits: torch.Tensor = output.logits[0, -1, : loaded.vocab_size]
         return logits.to("cpu", torch.float32)
+
+    return next_logits

@@ -31,28 +31,22 @@ from logitship.sampler.sandbox.worker import SequenceState
 from .replay import Recording
 
 
-@dataclass(frozen=True)
-class CallError:
-    """The exception of a call with several rows."""
-
-    text: str
-    traceback: str
-
-
 @dataclass
 class DryRunFacts:
     """Facts from a dry run of a few steps with all sequences.
 
     Attributes:
         dtype: of the returned tensor; None if no tensor was returned.
-        error: the exception of a call, or None.
+        error: the exception of a call, or "".
+        traceback: traceback of this exception, or "".
         changed: attributes of `self` and of the class, and globals, that changed after the first call.
         edited_histories: attributes of `__req__` with token ids that a call changed.
         has_unrestorable_state: the state or parameters of a sequence cannot be restored when another row fails.
     """
 
     dtype: torch.dtype | None = None
-    error: CallError | None = None
+    error: str = ""
+    traceback: str = ""
     changed: list[str] = field(default_factory=list)
     edited_histories: list[str] = field(default_factory=list)
     has_unrestorable_state: bool = False
@@ -107,7 +101,7 @@ class DryRun:
             except KeyboardInterrupt:
                 raise
             except BaseException as error:  # noqa: BLE001  # boundary: author code
-                facts.error = CallError(error_text(error), author_traceback(error))
+                facts.error, facts.traceback = error_text(error), author_traceback(error)
                 break
             facts.dtype = result.dtype if isinstance(result, torch.Tensor) else None
             facts.edited_histories = _edited_histories(members, recordings, step)

@@ -53,9 +53,9 @@ class Recording:
 def record(processor: FreshProcessor, case: CheckCase, max_tokens: int, eos_token_ids: Collection[int]) -> Recording:
     """Run a test case until its sequence ends, fails, or reaches `max_tokens`."""
     recording = Recording(case)
-    sequence, source = processor.start_sequence(case.rid, case.params, case.prompt_token_ids), case.source()
+    sequence, next_logits = processor.start_sequence(case.rid, case.params, case.prompt_token_ids), case.source()
     while recording.steps < max_tokens and not set(recording.tokens[-1:]) & set(eos_token_ids):
-        logits = source.next(sequence.tokens)
+        logits = next_logits(sequence.tokens)
         recording.inputs.append(logits)
         called = processor.call([sequence], logits[None])
         output = called.logits[0]

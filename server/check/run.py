@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from .case_params import Params, add_variant, params_to_check
 from .cases import NUM_CASES, CheckCase, make_cases
 from .check_options import CHECKS, CheckOptions
 from .check_progress import CheckProgress
+from .class_import import require_processor_class
 from .dry_run import DryRun, DryRunFacts
 from .environment import CheckEnvironment
 from .findings import is_killed, not_checked, result
@@ -66,6 +68,32 @@ def run_check(
         return check.run(environment, string, size)
     finally:
         environment.close()
+
+
+def check_class(
+    cls: type[CustomLogitProcessor],
+    params: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    *,
+    prompt: str | Sequence[str] | None,
+    max_tokens: int,
+    batch_sizes: Sequence[int],
+    ignore: Sequence[str],
+    settings: Mapping[str, Any],
+) -> CheckReport:
+    """Check a class. See `CustomLogitProcessor.check`.
+
+    Raises:
+        UsageError: an option is invalid, or the class cannot be checked.
+        StartError: the model cannot be loaded, or no sandbox can be started.
+        ValueError: a setting is out of range.
+        TypeError: `settings` has a name that is not a setting of the server.
+    """
+    sets = [] if params is None else [params] if isinstance(params, Mapping) else list(params)
+    prompts = CheckOptions().prompts if prompt is None else [prompt] if isinstance(prompt, str) else list(prompt)
+    options = CheckOptions(
+        params=sets, prompts=prompts, max_tokens=max_tokens, batch_sizes=batch_sizes, ignore=frozenset(ignore)
+    )
+    return run_check(require_processor_class(cls, cls.__qualname__), options, ServerConfig(**settings))
 
 
 def check_in_environment(
@@ -156,9 +184,10 @@ class _Check:
         if self._failed("rows"):  # rows with equal parameters may still work
             recordings = [each for each in recordings if each.case.params == recordings[0].case.params]
         self._progress.begin("speed")
-        speed = check_speed(environment, string, self._cls, recordings, dry_run, self._options.batch_sizes)
-        self._add(speed.result)
-        self._timings, self._slow_lines = speed.timings, speed.slow_lines
+        speed, self._timings, self._slow_lines = check_speed(
+            environment, string, self._cls, recordings, dry_run, self._options.batch_sizes
+        )
+        self._add(speed)
 
     def _run_replays(
         self,

@@ -181,12 +181,12 @@ def _shorten(text: str) -> str:
 
 
 def _rows_finding(recordings: Sequence[Recording], mismatch: Mismatch, facts: DryRunFacts | None) -> Finding:
-    error = facts.error if facts is not None else None
     traceback = ""
     if mismatch.row_by_row or mismatch.fault is not None:
-        reason = _shorten(error.text) if error is not None else mismatch.fault.message if mismatch.fault else "it fails"
+        reason = mismatch.fault.message if mismatch.fault else "it fails"
+        if facts is not None and facts.error:
+            reason, traceback = _shorten(facts.error), facts.traceback
         seen = f"{len(mismatch.call)} rows that work one by one fail in one batch: {reason}"
-        traceback = error.traceback if error is not None else ""
     else:
         seen = f"in a batch of {len(mismatch.call)}, {describe(recordings, mismatch)}"
     seen = f"{seen}\n{list_rows(recordings, mismatch)}"

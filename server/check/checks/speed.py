@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from linecache import getline
 
 import torch
@@ -24,7 +23,7 @@ SLOW_ROW = 200.0
 """Microseconds per row of the author's own code. 64 rows then take 13 ms, half a step of a small model."""
 COSTLY_LOOP = 20.0
 """Microseconds per row above which a loop over rows is a warning, if the slowest line is in it."""
-_LOOP_ADVICE = "Collect what differs from row to row in lists, make one tensor of each list, and edit all rows at once."
+_KEEP_ADVICE = "Keep what does not change from step to step in __req__.state or on self."
 _FEW_ROWS = 8
 """Batch size of the calls that are profiled."""
 _FAILS_AS_BATCH = "it raises an exception for these rows in one batch, and for none of them alone"
@@ -34,15 +33,6 @@ COSTLY_HISTORY = 50.0
 """Additional microseconds per row with the long history above which it is a warning."""
 
 
-@dataclass(frozen=True)
-class SpeedMeasurements:
-    """The result of the check, and the tables that the report shows below it."""
-
-    result: CheckResult
-    timings: list[BatchTiming]
-    slow_lines: list[SlowLine]
-
-
 def check_speed(
     environment: CheckEnvironment,
     string: PickledProcessor,
@@ -50,8 +40,12 @@ def check_speed(
     recordings: Sequence[Recording],
     dry_run: DryRun | None,
     batch_sizes: Sequence[int],
-) -> SpeedMeasurements:
-    """Time calls in the sandbox, and profile lines in this process."""
+) -> tuple[CheckResult, list[BatchTiming], list[SlowLine]]:
+    """Time calls in the sandbox, and profile lines in this process.
+
+    Returns:
+        The result, and the tables that the report shows below it: times by batch size, and the slowest lines.
+    """
     base = torch.randn(max(batch_sizes), environment.model.vocab_size, generator=torch.Generator().manual_seed(0))
     timings: list[BatchTiming] = []
     findings: list[Finding] = []
@@ -71,7 +65,7 @@ def check_speed(
         lines = measure_lines(cls, dry_run, recordings, base[:_FEW_ROWS])
     if timings:
         findings += _timing_findings(timings[-1], cls, lines)
-    return SpeedMeasurements(result("speed", _summary(timings) + overlap, findings), timings, lines)
+    return result("speed", _summary(timings) + overlap, findings), timings, lines
 
 
 def _per_row(seconds: float, rows: int) -> float:
@@ -140,13 +134,14 @@ def _timing_findings(
     if own > SLOW_ROW:
         step = own * largest.rows / 1e3
         seen = f"{own:,.0f} µs per row: with {largest.rows} rows, it adds {step:,.1f} ms to each token"
-        advice = "See the slowest lines. Keep what does not change from step to step in __req__.state or on self."
+        advice = f"See the slowest lines. {_KEEP_ADVICE}"
         yield Finding("speed", Severity.WARNING, seen, advice, {"microseconds_per_row": own})
     loop = row_loop_around(cls, lines[0]) if lines and own >= COSTLY_LOOP else None
     if loop is not None:
         file = lines[0].file
         seen = f"it loops over rows: {file.rpartition('/')[2]}:{loop.lineno}\n    {getline(file, loop.lineno).strip()}"
-        yield Finding("speed", Severity.WARNING, seen, _LOOP_ADVICE, {"file": file, "line": loop.lineno})
+        advice = f"{_KEEP_ADVICE} Collect what differs from row to row in lists, and edit all rows at once."
+        yield Finding("speed", Severity.WARNING, seen, advice, {"file": file, "line": loop.lineno})
 
 
 def _overlap(processor: FreshProcessor) -> str:
