@@ -10,15 +10,14 @@ import threading
 import time
 from typing import Protocol
 
-from .protocol import HEADER, MAX_ANSWER, MAX_PRINTED, Answer
+from .cpu_time import CallDeadline
+from .protocol import ANSWERS, HEADER, MAX_ANSWER, MAX_PRINTED, Answer, Command, pack
 
 _CHUNK = 4096
 """Bytes of an answer to read at first."""
 
 _ONCE_READABLE = select.EPOLLIN | select.EPOLLONESHOT
 """Events to watch: what has not been received yet is reported once."""
-
-_ANSWERS = {int(answer): answer for answer in Answer if answer is not Answer.PRINTED}
 
 
 class InvalidAnswer(Exception):
@@ -32,22 +31,36 @@ class CallExchange:
 
     Args:
         connection: to the sandbox.
+        before: bytes to send before the command.
+        command: one that has an answer.
         number: of the call, which its answer repeats.
-        message: the bytes to send.
+        body: of the command.
+        deadline: when the process is killed for giving no answer.
 
     Attributes:
         received: the answer received so far, without the messages PRINTED before it.
         printed: the text of these messages; the last part of it if it is long.
+        deadline: see above.
         closed_at: `time.perf_counter` when the connection was found closed; None while it is open.
     """
 
-    def __init__(self, connection: socket.socket, number: int, message: bytes) -> None:
+    def __init__(
+        self,
+        connection: socket.socket,
+        before: bytes,
+        command: Command,
+        number: int,
+        body: bytes,
+        deadline: CallDeadline,
+    ) -> None:
+        self.deadline = deadline
         self.received = bytearray()
         self.printed = ""
         self.closed_at: float | None = None
         self._connection = connection
         self._number = number
-        self._unsent = memoryview(message)
+        self._answers = ANSWERS[command]
+        self._unsent = memoryview(before + pack(command, number, body))
         self._num_printed = 0
         """Bytes of the messages PRINTED so far."""
 
@@ -100,7 +113,7 @@ class CallExchange:
             return None
         kind, number, size = HEADER.unpack_from(self.received)
         end = HEADER.size + size
-        answer = _ANSWERS.get(kind)
+        answer = next((each for each in self._answers if each == kind), None)
         if number != self._number or size > MAX_ANSWER or len(self.received) > end or answer is None:
             raise InvalidAnswer
         if len(self.received) < end or not self.is_sent:

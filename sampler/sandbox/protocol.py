@@ -48,7 +48,7 @@ import signal
 import socket
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import astuple
 from enum import IntEnum
 from typing import Any
@@ -108,6 +108,16 @@ class Answer(IntEnum):
     READ = 6
     EDITS = 7
     PRINTED = 8
+
+
+ANSWERS: Mapping[Command, Collection[Answer]] = {
+    Command.LOAD: {Answer.LOADED, Answer.REFUSED},
+    Command.STEP: {Answer.DONE, Answer.FAULTS, Answer.AGAIN},
+    Command.RETRY: {Answer.DONE, Answer.FAULTS},
+    Command.PROMISE: {Answer.EDITS, Answer.DONE, Answer.FAULTS, Answer.READ},
+    Command.ROWS: {Answer.DONE, Answer.FAULTS, Answer.AGAIN},
+}
+"""The answers to each command that has any, see the module."""
 
 
 def pack(message: int, number: int, body: bytes = b"") -> bytes:

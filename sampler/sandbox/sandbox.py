@@ -84,21 +84,6 @@ class SandboxDied(Exception):
 
 
 @dataclass
-class _Call:
-    """A call in flight.
-
-    Attributes:
-        exchange: its message and its answer.
-        deadline: when the process is killed for giving none.
-        overdue: set once the deadline was exceeded.
-    """
-
-    exchange: CallExchange
-    deadline: CallDeadline
-    overdue: _Overdue | None = None
-
-
-@dataclass
 class _Overdue:
     """A call that exceeded its deadline, and whose process was asked where it is.
 
@@ -159,7 +144,8 @@ class Sandbox:
         self._call_number = 0
         self._has_low_priority = False
         self._outbox = bytearray()
-        self._call: _Call | None = None
+        self._call: CallExchange | None = None
+        self._overdue: _Overdue | None = None
         self.group: list[int] = []
         self.last_deadline: CallDeadline | None = None
         self._seconds_in_calls = 0.0
@@ -226,7 +212,7 @@ class Sandbox:
     @property
     def is_receiving(self) -> bool:
         """True while a call is in flight whose connection was not found closed."""
-        return self._call is not None and self._call.exchange.closed_at is None
+        return self._call is not None and self._call.closed_at is None
 
     @property
     def was_lost(self) -> bool:
@@ -277,15 +263,15 @@ class Sandbox:
             self.kill("crash", "was killed because its previous call was not finished")
         self._check_alive()
         self._call_number += 1
-        message = bytes(self._outbox) + pack(command, self._call_number, body)
-        self._outbox.clear()
         is_awaited = command is not Command.PROMISE
         deadline = CallDeadline(self._clock, timeout, backstop, is_awaited=is_awaited)
-        self._call = _Call(CallExchange(self._connection, self._call_number, message), deadline)
+        outbox = bytes(self._outbox)
+        self._outbox.clear()
+        self._call = CallExchange(self._connection, outbox, command, self._call_number, body, deadline)
         # An awaited call may start on this core: this thread will sleep.
         place = contextlib.nullcontext() if is_awaited else off_this_core(self._pid)
         with place, contextlib.suppress(SandboxDied):  # `finish` raises it
-            self._call.exchange.send()
+            self._call.send()
 
     def finish(self) -> tuple[Answer, bytes]:
         """Wait for the answer to the call in flight.
@@ -299,7 +285,7 @@ class Sandbox:
 
     def start_waiting(self) -> None:
         """Count wall-clock time of the call in flight from now on: its step waits for the answer until it comes."""
-        if self._call is not None and self._call.overdue is None:
+        if self._call is not None and self._overdue is None:
             self._call.deadline.start_waiting()
 
     def defer(self, backstop: float) -> None:
@@ -408,8 +394,8 @@ class Sandbox:
         self._lowest_balance = min(self._lowest_balance, balance)
         return balance - self._lowest_balance
 
-    def _end_call(self, call: _Call) -> None:
-        self._printed = (self._printed + call.exchange.printed)[-MAX_PRINTED:]
+    def _end_call(self, call: CallExchange) -> None:
+        self._printed = (self._printed + call.printed)[-MAX_PRINTED:]
         self._seconds_in_calls += time.perf_counter() - call.deadline.began
         self.last_deadline = call.deadline
         with self._lock:
@@ -427,23 +413,22 @@ class Sandbox:
         self.kill(kind, reason, dump)
         return self.death
 
-    def _exchange(self, call: _Call) -> tuple[Answer, bytes] | None:
+    def _exchange(self, call: CallExchange) -> tuple[Answer, bytes] | None:
         self._check_alive()
-        exchange = call.exchange
-        exchange.send()
-        exchange.receive()
-        if call.overdue is not None:
-            self._fail_with_dump(call, call.overdue)
+        call.send()
+        call.receive()
+        if self._overdue is not None:
+            self._fail_with_dump(call, self._overdue)
             return None
-        if exchange.closed_at is not None:
-            self._parse(exchange.take_messages_printed)
-            self._fail_once_ended(exchange.closed_at)
+        if call.closed_at is not None:
+            self._parse(call.take_messages_printed)
+            self._fail_once_ended(call.closed_at)
             return None
-        answer = self._parse(exchange.answer)
+        answer = self._parse(call.answer)
         # Checked last: an answer that arrived in time may be read late, because the server waited for another sandbox.
         if answer is None and (limit := call.deadline.exceeded()) is not None:
-            exchange.receive()  # it may have answered just before it was looked at
-            answer = self._parse(exchange.answer)
+            call.receive()  # it may have answered just before it was looked at
+            answer = self._parse(call.answer)
             if answer is None:
                 self._ask_where_it_is(call, limit)
         return answer
@@ -454,30 +439,30 @@ class Sandbox:
         except InvalidAnswer:
             raise self.reject_answer() from None
 
-    def _ask_where_it_is(self, call: _Call, limit: str) -> None:
+    def _ask_where_it_is(self, call: CallExchange, limit: str) -> None:
         """Let the process write where it is to the connection. It will be killed: no answer is accepted any more."""
-        num_received = len(call.exchange.received)
+        num_received = len(call.received)
         deadline = CallDeadline(self._clock, _DUMP_TIMEOUT, _DUMP_BACKSTOP)
-        call.overdue = _Overdue(limit, num_received, num_received, deadline, self._dump_pause())
+        self._overdue = _Overdue(limit, num_received, num_received, deadline, self._dump_pause())
         call.deadline.next_look = deadline.began + _DUMP_PAUSE
         self._process.send(DUMP_SIGNAL)
 
     def _dump_pause(self) -> CallDeadline:
         return CallDeadline(self._clock, _DUMP_PAUSE, _DUMP_BACKSTOP)
 
-    def _fail_with_dump(self, call: _Call, overdue: _Overdue) -> None:
+    def _fail_with_dump(self, call: CallExchange, overdue: _Overdue) -> None:
         """Kill the process once it has written where it is, or its time for that is up. Never blocks.
 
         Raises:
             SandboxDied: it has, or did not.
         """
-        received = call.exchange.received
+        received = call.received
         if len(received) > overdue.num_received:
             overdue.num_received, overdue.pause = len(received), self._dump_pause()
         dump = bytes(received[overdue.num_before :])
         is_complete = dump.endswith(b"\n") and overdue.pause.exceeded() is not None
         is_late = overdue.deadline.exceeded() is not None
-        if is_complete or is_late or call.exchange.closed_at is not None:
+        if is_complete or is_late or call.closed_at is not None:
             raise self._fail("deadline", f"gave no answer within {overdue.limit}: its process was killed", dump)
         call.deadline.next_look = time.perf_counter() + _DUMP_PAUSE
 
@@ -523,14 +508,14 @@ def wait_for_any(sandboxes: Collection[Sandbox], timeout: float = math.inf) -> l
     for sandbox in sandboxes:
         call = sandbox._call
         assert call is not None
-        if call.exchange.closed_at is not None:  # its connection stays readable
+        if call.closed_at is not None:  # its connection stays readable
             closed.append(sandbox)
             next_look = min(next_look, time.perf_counter() + _STATUS_INTERVAL)
             continue
         next_look = min(next_look, call.deadline.next_look)
         try:
             descriptor = sandbox._connection.fileno()
-            poll.register(descriptor, select.POLLIN | (0 if call.exchange.is_sent else select.POLLOUT))
+            poll.register(descriptor, select.POLLIN | (0 if call.is_sent else select.POLLOUT))
         except ValueError:  # closed by another thread
             return [sandbox]
         waiting[descriptor] = sandbox, call.deadline.next_look

@@ -375,8 +375,6 @@ def _load_class(sandbox: Sandbox, sandboxed: SandboxedProcessor, timeout: float)
         answer, body = sandbox.finish()
         if answer is Answer.LOADED:
             return _class_description(sandbox, body)
-        if answer is not Answer.REFUSED:
-            raise sandbox.reject_answer()
     except SandboxDied as died:
         if sandbox.was_lost:
             raise ExecutorUnavailable("the process that sandboxes are forked from ended: try again later") from None

@@ -24,6 +24,7 @@ from logitship.sampler.sandbox import sandbox as sandbox_module
 from logitship.sampler.sandbox.call_exchange import CallExchange
 from logitship.sampler.sandbox.cpu_time import ProcessClock
 from logitship.sampler.sandbox.protocol import (
+    ANSWERS,
     DUMP_SIGNAL,
     HEADER,
     MAX_ANSWER,
@@ -152,7 +153,7 @@ def test_answer_in_pieces(pair: tuple[Sandbox, Peer]) -> None:
 
 def test_kill_by_another_thread_between_two_looks(pair: tuple[Sandbox, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox, _ = pair
-    sandbox.begin(Command.LOAD, b"", LONG)
+    sandbox.begin(Command.STEP, b"", LONG)
     receive = CallExchange.receive
 
     def killed_after(exchange: CallExchange) -> None:
@@ -170,7 +171,7 @@ def test_call_larger_than_socket_buffer(pair: tuple[Sandbox, Peer]) -> None:
     reader = threading.Thread(
         target=lambda: peer.connection.sendall(pack(Answer.DONE, peer.read_message()[1], b"all of it"))
     )
-    sandbox.begin(Command.LOAD, body, LONG)
+    sandbox.begin(Command.STEP, body, LONG)
     reader.start()
     assert sandbox.finish() == (Answer.DONE, b"all of it")
     reader.join()
@@ -179,7 +180,7 @@ def test_call_larger_than_socket_buffer(pair: tuple[Sandbox, Peer]) -> None:
 def test_answer_before_whole_call_was_sent_is_ignored(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     peer.connection.sendall(pack(Answer.DONE, 1))
-    sandbox.begin(Command.LOAD, bytes(4 << 20), 0.05)
+    sandbox.begin(Command.STEP, bytes(4 << 20), 0.05)
     assert died(sandbox).kind == "deadline"
 
 
@@ -207,6 +208,18 @@ def test_invalid_answer_kills_the_sandbox(pair: tuple[Sandbox, Peer], answer: by
     end = died(sandbox)
     assert (end.kind, end.reason) == ("protocol", "sent an invalid answer: its process was killed")
     assert peer.killed()
+
+
+@pytest.mark.parametrize("answer", set(Answer) - {Answer.PRINTED})
+@pytest.mark.parametrize("command", ANSWERS)
+def test_answer_must_be_one_to_the_command(pair: tuple[Sandbox, Peer], command: Command, answer: Answer) -> None:
+    sandbox, peer = pair
+    sandbox.begin(command, b"", LONG)
+    peer.connection.sendall(pack(answer, 1))
+    if answer in ANSWERS[command]:
+        assert sandbox.finish() == (answer, b"")
+    else:
+        assert died(sandbox).kind == "protocol"
 
 
 def test_printed_text_comes_before_the_answer(pair: tuple[Sandbox, Peer]) -> None:
@@ -297,7 +310,7 @@ def test_arbitrary_bytes_are_an_answer_or_kill_the_sandbox(pieces: list[bytes]) 
         assert sandbox.death.kind in ("protocol", "crash")
     else:
         assert b"".join(pieces).endswith(pack(kind, 1, body))
-        assert kind in set(Answer) - {Answer.PRINTED}
+        assert kind in ANSWERS[Command.STEP]
     sandbox.close()
     peer.close()
 
@@ -318,9 +331,7 @@ def test_dump_after_the_deadline(pair: tuple[Sandbox, Peer]) -> None:
     sandbox, peer = pair
     sandbox.begin(Command.STEP, b"", 0.05)
     peer.connection.send(b"abc")
-    call = sandbox._call
-    assert call is not None
-    while call.overdue is None:
+    while sandbox._overdue is None:
         assert sandbox.advance() is None
     peer.connection.send(b"a dump\n")
     end = died(sandbox)
@@ -348,16 +359,15 @@ def test_dump_continues_when_the_process_gets_a_core(
     sandbox._clock = clock = StoppedClock(peer.process.pid)
     sandbox.begin(Command.STEP, b"", 0.05, LONG)
     clock.seconds += 0.05
-    call = sandbox._call
-    assert call is not None
-    while call.overdue is None:
+    while sandbox._overdue is None:
         assert sandbox.advance() is None
     for part in (b"Stack (most recent call first):\n", b'  File "a.py", line 1 in f\n'):
         peer.connection.send(part)
         pauses_end = time.perf_counter() + 3 * sandbox_module._DUMP_PAUSE
         while time.perf_counter() < pauses_end:
             assert sandbox.advance() is None
-        assert call.exchange.received.endswith(part)
+        assert sandbox._call is not None
+        assert sandbox._call.received.endswith(part)
     clock.seconds += sandbox_module._DUMP_PAUSE
     end = died(sandbox)
     assert end.dump == b'Stack (most recent call first):\n  File "a.py", line 1 in f\n'
