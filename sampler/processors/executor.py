@@ -172,7 +172,7 @@ class CollectEdits(Protocol):
 
 
 class Run(Protocol):
-    """A call that has begun."""
+    """A call that has begun. Its states: `call_state`."""
 
     def needs_logits(self) -> bool:
         """Return whether a call that was begun by `promise` still needs its logits. Never blocks.

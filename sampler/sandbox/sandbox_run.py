@@ -19,6 +19,7 @@ from logitship.client.scrub import scrub
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor, source_lines
 from logitship.sampler.edits.edit_operations import GroupEdits
 from logitship.sampler.edits.merged_edits import apply_edits
+from logitship.sampler.processors.call_state import CallState
 from logitship.sampler.processors.class_description import ClassDescription
 from logitship.sampler.processors.early_calls import ReadHistory
 from logitship.sampler.processors.executor import (
@@ -208,7 +209,7 @@ def step_message(sandbox: Sandbox, rows: Sequence[SandboxRow]) -> bytes:
 
 
 class SandboxRun:
-    """A `Run` in a sandbox.
+    """A `Run` in a sandbox. Its life is that of `call_state`.
 
     Args:
         timeout: seconds that the call may take, see `CallDeadline`.
@@ -216,6 +217,9 @@ class SandboxRun:
         pending: all runs that wait for an answer. `finish` serves all of them while it waits for its own, so that no
             run misses its deadline because of another.
         use_credit: takes the seconds of the first call in a sandbox, which has a deadline of its own.
+
+    Attributes:
+        state: the state of the call. Changed on the receiver's thread until the engine's thread takes over.
     """
 
     def __init__(
@@ -231,22 +235,31 @@ class SandboxRun:
         self._backstop = backstop
         self._pending = pending
         self._use_credit = use_credit
+        self.state = CallState.NEW
+        self._command = Command.STEP
+        """The command that was sent last, for the call."""
+        self._logits_use: LogitsUse = "given"
         self._logits: torch.Tensor | None = None
         self._faults: dict[int, ProcessorFault] = {}
         self._sandbox: Sandbox | None = None
         self._num_rows = 0
         self._rows_in_call: list[int] = []
         self._receiver: AnswerReceiver | None = None
-        self._edits: GroupEdits | None = None
-        self._has_result = False
-        self._is_promised = self._is_reading = self._was_read = self._is_retry = self._is_deferred = False
-        self._is_in_call = self._has_low_priority = False
+        self._edits: GroupEdits = ()
+        self._has_low_priority = False
         self._printed = ""
         self._seconds = self._seconds_used = self._occupied = self._seconds_waited = 0.0
         self._began = time.perf_counter()
 
-    def fail(self, rows: Sequence[int], died: SandboxDied) -> None:
-        """Give rows the fault of a sandbox that died."""
+    def _enter(self, state: CallState) -> None:
+        self.state = self.state.next(state)
+
+    def _fail(self, died: SandboxDied) -> None:
+        """End the call, whose sandbox died."""
+        self._enter(CallState.FAILED)
+        self._give_fault(self._rows_in_call, died)
+
+    def _give_fault(self, rows: Sequence[int], died: SandboxDied) -> None:
         self._faults |= dict.fromkeys(rows, self._processor.fault_of_death(died))
 
     def begin(self, sandbox: Sandbox, rows: Sequence[SandboxRow], logits: torch.Tensor | None) -> None:
@@ -257,27 +270,32 @@ class SandboxRun:
             rows: the rows of the call.
             logits: float32 [rows, vocab]; None: promise them.
         """
-        self._logits, self._is_promised = logits, logits is None
+        self._logits = logits
         self._num_rows = len(rows)
         self._rows_in_call = [
             index for index, row in enumerate(rows) if row.sandbox is sandbox or self._attach(sandbox, row, index)
         ]
-        if self._rows_in_call:
-            self._sandbox = sandbox
-            # A run of an aborted step may still be pending here. Beginning another call kills its sandbox.
-            self._pending[:] = [run for run in self._pending if run._sandbox is not sandbox]
-            message = step_message(sandbox, [rows[index] for index in self._rows_in_call])
-            command = Command.PROMISE if self._is_promised else Command.STEP
-            self._send_call(command, message, self._timeout, self._backstop)
+        if logits is None:
+            self._logits_use = "unread"
+        if not self._rows_in_call:
+            self._enter(CallState.FAILED)
+            return
+        self._enter(CallState.RECORDING if logits is None else CallState.RUNNING)
+        self._sandbox = sandbox
+        # A run of an aborted step may still be pending here. Beginning another call kills its sandbox.
+        self._pending[:] = [run for run in self._pending if run._sandbox is not sandbox]
+        message = step_message(sandbox, [rows[index] for index in self._rows_in_call])
+        command = Command.PROMISE if logits is None else Command.STEP
+        self._send_call(command, message, self._timeout, self._backstop)
 
     def _attach(self, sandbox: Sandbox, row: SandboxRow, index: int) -> bool:
         """Attach a new sequence to a sandbox. Return False if that is impossible; the row then has a fault."""
         if row.sandbox is not None:  # its state died with another sandbox
-            self.fail([index], row.sandbox.death)
+            self._give_fault([index], row.sandbox.death)
         elif not sandbox.is_running:
             # It is replaced at admission, never here: a step does not wait for a process to start.
             reason = "lost its process before the first step of this request: try again"
-            self.fail([index], SandboxDied("load", reason))
+            self._give_fault([index], SandboxDied("load", reason))
         else:
             try:
                 sandbox.enqueue(Command.ATTACH, row.attach_message())
@@ -290,7 +308,7 @@ class SandboxRun:
 
     def receive_early(self, receiver: AnswerReceiver) -> None:
         """Let a receiver receive the answer to a call that was promised its logits, until they exist."""
-        if self._is_in_call:
+        if self.state.is_open:
             assert self._sandbox is not None
             self._pending.remove(self)
             self._receiver = receiver
@@ -300,7 +318,7 @@ class SandboxRun:
         """Receive the answer on the receiver's thread. Return whether more of it may arrive."""
         assert self._sandbox is not None
         self.advance()
-        if self._is_in_call:
+        if self.state.is_open:
             return self._sandbox.is_receiving
         self._receiver = None  # the engine's thread may begin the next exchange now
         return False
@@ -308,19 +326,21 @@ class SandboxRun:
     def needs_logits(self) -> bool:
         """See `Run.needs_logits`."""
         self._take_over()
-        if self._is_in_call:
+        if self.state.is_open:
             self.advance()
-        return self._edits is None
+        return self.state is not CallState.RECORDED
 
     def provide(self, logits: torch.Tensor) -> None:
         """See `Run.provide`."""
         self._take_over()
         self._logits = logits
-        if self._is_in_call:
+        if self.state is CallState.READING:
+            self._enter(CallState.RUNNING)
+            self._send_again(Command.ROWS)
+        elif self.state.is_open:
+            self._enter(CallState.RUNNING)
             assert self._sandbox is not None
             self._sandbox.start_waiting()
-        elif self._is_reading:
-            self._send_rows()
 
     def _take_over(self) -> None:
         """Receive the answer on this thread from now on, unless it was received early."""
@@ -329,12 +349,12 @@ class SandboxRun:
             assert self._sandbox is not None
             receiver.release(self._sandbox.descriptor)
             self._receiver = None
-            if self._is_in_call:
+            if self.state.is_open:
                 self._pending.append(self)
 
     def wait(self, timeout: float) -> bool:
         """See `Run.wait`."""
-        if not self._is_in_call:
+        if not self.state.is_open:
             return True
         assert self._sandbox is not None
         if timeout == math.inf:
@@ -342,12 +362,12 @@ class SandboxRun:
         self.advance()  # often the answer is already here, because the sandbox ran on this core
         began = time.perf_counter()
         until = began + timeout
-        while self._is_in_call and (left := until - time.perf_counter()) > 0:
+        while self.state.is_open and (left := until - time.perf_counter()) > 0:
             runs = {run._sandbox: run for run in self._pending if run._sandbox is not None}
             for sandbox in wait_for_any(runs, left):
                 runs[sandbox].advance()
         self._seconds_waited += time.perf_counter() - began
-        return not self._is_in_call
+        return not self.state.is_open
 
     def lower_priority(self) -> None:
         """See `Run.lower_priority`."""
@@ -357,38 +377,31 @@ class SandboxRun:
 
     def defer(self, logits: torch.Tensor) -> None:
         """See `Run.defer`."""
+        self._enter(CallState.DEFERRED)
         self._logits = logits
-        self._is_deferred = True
         self._backstop = DEFERRED_BACKSTOP * self._timeout
-        if self._sandbox is not None and self._is_in_call:
-            self._sandbox.defer(self._backstop)
+        assert self._sandbox is not None
+        self._sandbox.defer(self._backstop)
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
         """See `Run.finish`."""
         self.wait(math.inf)
-        if self._edits is not None:
+        ended = self.state
+        self._enter(CallState.TAKEN)
+        if ended is CallState.RECORDED:
             (collect or self._apply_edits)(self._rows_in_call, self._edits)
-        elif self._has_result:
+        elif ended is CallState.EDITED:
             self._copy_out()
-        else:
-            assert self._faults.keys() >= set(self._rows_in_call), "an answer was lost"
-        if self._is_promised:
-            self._processor.reads.observe(was_read=self._was_read)
+        if self._logits_use != "given":
+            self._processor.reads.observe(was_read=self._logits_use == "read")
         if self._use_credit is not None:
             self._use_credit(self._seconds_used)
         charged = 0.0 if self._use_credit is not None else self._seconds_used
         occupied = max(self._occupied, self._seconds_waited)
         for fault in set(self._faults.values()):
             fault.add_printed(self._printed)
-        return RunOutcome(
-            self._seconds, self._faults, self._is_retry, charged, occupied, self._logits_use, self._printed
-        )
-
-    @property
-    def _logits_use(self) -> LogitsUse:
-        if not self._is_promised:
-            return "given"
-        return "read" if self._was_read else "unread"
+        row_by_row = self._command is Command.RETRY
+        return RunOutcome(self._seconds, self._faults, row_by_row, charged, occupied, self._logits_use, self._printed)
 
     def advance(self) -> None:
         """Receive the answer if it has arrived. Never blocks, and raises nothing: other calls are waited for too."""
@@ -401,8 +414,7 @@ class SandboxRun:
     def _give_up(self, error: Exception) -> None:
         """End the call with a fault of its rows, because the server failed on its answer."""
         assert self._sandbox is not None
-        self._is_in_call = self._has_result = False
-        self._edits = None
+        self.state = CallState.FAILED  # whatever it was
         if self in self._pending:
             self._pending.remove(self)
         self._sandbox.kill("internal", "was killed because the server failed on its answer")
@@ -414,26 +426,27 @@ class SandboxRun:
         try:
             answer = self._sandbox.advance()
         except SandboxDied as died:
-            self._end_call()
-            self.fail(self._rows_in_call, died)
+            self._add_time()
+            self._fail(died)
             return
         if answer is None:
             return
-        self._end_call(answer)
-        if answer[0] is Answer.READ and self._is_promised and not self._was_read:
-            self._is_reading = self._was_read = True
-            if self._logits is not None:
-                self._send_rows()
-        elif answer[0] is Answer.AGAIN and not self._is_retry and self._logits is not None:
-            self._is_retry = True
-            self._send_call(Command.RETRY, b"", *self._remaining())
-        else:
-            self._take_answer(*answer)
+        self._add_time(answer)
+        match answer[0]:
+            case Answer.READ:
+                self._logits_use = "read"
+                if self._logits is None:
+                    self._enter(CallState.READING)
+                else:
+                    self._send_again(Command.ROWS)
+            case Answer.AGAIN:
+                self._send_again(Command.RETRY)
+            case _:
+                self._take_answer(*answer)
 
-    def _end_call(self, answer: tuple[Answer, bytes] | None = None) -> None:
-        """Add up the time of a call that has ended."""
+    def _add_time(self, answer: tuple[Answer, bytes] | None = None) -> None:
+        """Add up the time of an exchange with the sandbox that has ended."""
         assert self._sandbox is not None
-        self._is_in_call = False
         self._printed += self._sandbox.take_printed()
         if self._receiver is None:
             self._pending.remove(self)
@@ -441,11 +454,11 @@ class SandboxRun:
         assert deadline is not None
         elapsed = time.perf_counter() - deadline.began
         # The answer to a promise may have arrived long ago, while the model computed.
-        own = _own_seconds(answer, elapsed) if answer and self._is_promised else elapsed
+        own = _own_seconds(answer, elapsed) if answer and self._logits_use != "given" else elapsed
         self._seconds += own
         # Measured by this process, so that a sandbox that understates its time is charged, too.
         cpu_seconds = deadline.cpu_seconds()
-        if self._is_deferred:
+        if self.state is CallState.DEFERRED:
             # Nobody waits for it. Its answer may have arrived long ago.
             self._seconds_used += cpu_seconds
             # The time that it waited for a core counts: many calls at the lowest priority get less of the cores than a
@@ -456,28 +469,25 @@ class SandboxRun:
             self._seconds_used += seconds_used
             self._occupied += max(cpu_seconds, min(own, seconds_used))
 
-    def _send_rows(self) -> None:
-        self._is_reading = False
-        self._send_call(Command.ROWS, b"", *self._remaining())
-
-    def _remaining(self) -> tuple[float, float]:
-        """Return the timeout and the backstop that earlier attempts left."""
-        return max(0.0, self._timeout - self._seconds_used), max(0.0, self._backstop - self._seconds)
+    def _send_again(self, command: Command) -> None:
+        """Send the rows, in the time that earlier exchanges of the call left."""
+        timeout, backstop = self._timeout - self._seconds_used, self._backstop - self._seconds
+        self._send_call(command, b"", max(0.0, timeout), max(0.0, backstop))
 
     def _send_call(self, command: Command, body: bytes, timeout: float, backstop: float) -> None:
         assert self._sandbox is not None
+        self._command = command
         try:
             if self._logits is not None:
                 self._copy_in(self._logits)
             self._sandbox.begin(command, body, timeout, backstop)
         except SandboxDied as died:
-            self.fail(self._rows_in_call, died)
+            self._fail(died)
             return
-        if self._is_deferred:
+        if self.state is CallState.DEFERRED:
             self._sandbox.defer(backstop)
         elif self._has_low_priority:
             self._sandbox.lower_priority_of_call()
-        self._is_in_call = True
         self._pending.append(self)
 
     def _copy_in(self, logits: torch.Tensor) -> None:
@@ -493,23 +503,21 @@ class SandboxRun:
         """Decode the answer that ends the call."""
         assert self._sandbox is not None
         try:
-            if answer is Answer.EDITS and self._is_promised and not self._was_read:
+            if answer is Answer.EDITS:
                 began = time.thread_time()
                 try:
                     self._edits = self._sandbox.decode_edits(body, len(self._rows_in_call))
                 finally:
                     self._count(time.thread_time() - began)
-                return
-            if answer is Answer.FAULTS:
+            elif answer is Answer.FAULTS:
                 reported = read_faults(body, self._processor, len(self._rows_in_call))
                 self._faults |= {self._rows_in_call[row]: fault for row, fault in reported.items()}
-            elif answer is not Answer.DONE:
-                raise ValueError("not an answer to this call")
-            self._has_result = True
         except ValueError:
-            self.fail(self._rows_in_call, self._sandbox.reject_answer())
+            self._fail(self._sandbox.reject_answer())
         except SandboxDied as died:
-            self.fail(self._rows_in_call, died)
+            self._fail(died)
+        else:
+            self._enter(CallState.RECORDED if answer is Answer.EDITS else CallState.EDITED)
 
     def _count(self, seconds: float) -> None:
         """Count the server's own work on the answer like the time of the call: its sandbox decides how much that is."""
@@ -528,7 +536,7 @@ class SandboxRun:
         try:
             result = self._sandbox.logits[: len(self._rows_in_call)]
         except SandboxDied as died:
-            self.fail(self._rows_in_call, died)
+            self._give_fault(self._rows_in_call, died)
             return
         # Copied, because the sandbox may still write to the shared memory.
         if self._has_all_rows:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from logitship.client.errors import ProcessorFault
+from logitship.sampler.processors.call_state import CallState, InvalidTransition
 from logitship.sampler.processors.executor import LoadedProcessor, RunOutcome
 from logitship.sampler.sandbox import call_exchange, sandbox_run
 from logitship.sampler.sandbox import sandbox as sandbox_module
@@ -70,7 +71,7 @@ def early_answers(monkeypatch: pytest.MonkeyPatch) -> threading.Semaphore:
         try:
             goes_on = on_readable(run)
         finally:
-            if not run._is_in_call:
+            if not run.state.is_open:
                 semaphore.release()
         return goes_on
 
@@ -331,6 +332,24 @@ def test_call_of_an_aborted_step(
     assert "was killed because its previous call was not finished" in fault.message
     logits, outcome = finished(other_run)
     assert (outcome.faults, logits[0, 3]) == ({}, -5.0)
+
+
+def test_call_has_one_life(executor: SandboxExecutor, promise: Promise) -> None:
+    """What a step may do once, it cannot do twice: an error of the server then, which `GuardedRun` contains."""
+    processor = executor.load(source(FORBIDS))
+    with stopped(pidfd_of(processor)):
+        run = promise(processor, {"ids": [1]})
+        with pytest.raises(InvalidTransition):
+            run.defer(torch.ones(1, VOCAB))
+        run.provide(torch.ones(1, VOCAB))
+        with pytest.raises(InvalidTransition):
+            run.provide(torch.ones(1, VOCAB))
+        run.defer(torch.ones(1, VOCAB))
+        assert run.state is CallState.DEFERRED
+    assert run.finish().faults == {}
+    assert run.state is CallState.TAKEN
+    with pytest.raises(InvalidTransition):
+        run.finish()
 
 
 def test_executor_ends_while_calls_are_promised(executor: SandboxExecutor, promise: Promise) -> None:

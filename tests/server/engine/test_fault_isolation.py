@@ -169,7 +169,7 @@ def test_edits_that_cannot_be_applied_end_their_rows_alone(
     assert found == expected
 
 
-@pytest.mark.parametrize("name", ["_take", "promise", "finish"])
+@pytest.mark.parametrize("name", ["_take", "promise", "finish", "_enter"])
 def test_error_of_the_server_in_a_call_ends_its_rows_alone(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -186,7 +186,7 @@ def test_error_of_the_server_in_a_call_ends_its_rows_alone(
 
 def fail_for(monkeypatch: pytest.MonkeyPatch, name: str, tenant: str) -> None:
     """Let the server fail in a part of the calls of a tenant's processors."""
-    owner: Any = {"_take": ShippedProcessors, "promise": SandboxGroup, "finish": SandboxRun}[name]
+    owner: Any = {"_take": ShippedProcessors, "promise": SandboxGroup, "finish": SandboxRun, "_enter": SandboxRun}[name]
     function = getattr(owner, name)
 
     def failing(self: Any, *args: Any) -> Any:
