@@ -22,6 +22,7 @@ from typing import TypeAlias
 import numpy as np
 import torch
 
+from logitship.client.errors import ProcessorFault
 from logitship.sampler.allowed_tokens import AllowedTokens, mask_of
 from logitship.sampler.edits.edit_operations import (
     EditRows,
@@ -36,8 +37,8 @@ from logitship.sampler.edits.merged_edits import apply_edits
 from logitship.sampler.edits.row_selection import finite_tokens, is_row_wise, select_rows
 
 from .deferred_calls import BEFORE_ALL, DeferredCall, DeferredCalls
-from .executor import CollectEdits, LoadedProcessor, Run, RunOutcome
-from .guarded_run import GuardedRun, promise
+from .executor import CollectEdits, LoadedProcessor, LocalGroup, Run, RunOutcome
+from .guarded_run import GuardedRun
 from .internal_faults import attempt
 from .processor_groups import GroupRow, GroupStage, ProcessorGroup, ProcessorUse
 
@@ -112,21 +113,20 @@ class ReadHistory:
         self._pause.observe(has_failed=was_read)
 
 
-class EarlyCall:
+class EarlyCall(GuardedRun):
     """A call of some rows that began before their logits exist.
 
     Args:
         group: the rows.
-        run: the call.
+        run: the call; a fault if it could not begin.
         vocab_size: width of the logits.
 
     Attributes:
         has_forced: True if it is known to leave one token of a row.
     """
 
-    def __init__(self, group: ProcessorGroup, run: Run, vocab_size: int) -> None:
-        self.group = group
-        self.run = run
+    def __init__(self, group: ProcessorGroup, run: Run | ProcessorFault, vocab_size: int) -> None:
+        super().__init__(group, run)
         self.has_forced = False
         self._vocab_size = vocab_size
         self._places = {member.use: place for place, member in enumerate(group.members)}
@@ -137,8 +137,8 @@ class EarlyCall:
 
     def end_early(self) -> RunOutcome | None:
         """Take the answer. Return None if it has not come, or the call needs its logits."""
-        if self._outcome is None and not self.run.needs_logits():
-            self._outcome = self.run.finish(self._collect)
+        if self._outcome is None and not self.needs_logits():
+            self._outcome = self.finish(self._collect)
         return self._outcome
 
     def _collect(self, places: Sequence[int], edits: GroupEdits) -> None:
@@ -186,7 +186,7 @@ class EarlyCall:
         """Return the part of the call for some of its rows."""
         places = [self._places[member.use] for member in group.members]
         if self._outcome is None and len(places) == len(self._places):
-            return self.run
+            return self
         return GuardedRun(group, CallPart(self, places))
 
     def apply_edits(self, logits: torch.Tensor) -> None:
@@ -233,19 +233,19 @@ class CallPart:
         """See `Run.provide`. The rows that have ended get zeros."""
         all_logits = self._among_all(logits)
         if not self._call.has_ended:
-            self._call.run.provide(all_logits)
+            self._call.provide(all_logits)
 
     def wait(self, timeout: float) -> bool:
         """See `Run.wait`."""
-        return self._call.has_ended or self._call.run.wait(timeout)
+        return self._call.has_ended or self._call.wait(timeout)
 
     def lower_priority(self) -> None:
         """See `Run.lower_priority`."""
-        self._call.run.lower_priority()
+        self._call.lower_priority()
 
     def defer(self, logits: torch.Tensor) -> None:
         """See `Run.defer`."""
-        self._call.run.defer(self._among_all(logits))
+        self._call.defer(self._among_all(logits))
 
     def _among_all(self, logits: torch.Tensor) -> torch.Tensor:
         self._logits = logits
@@ -255,7 +255,7 @@ class CallPart:
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
         """See `Run.finish`."""
-        outcome = self._call.take_outcome() if self._call.has_ended else self._call.run.finish()
+        outcome = self._call.take_outcome() if self._call.has_ended else self._call.finish()
         assert outcome is not None
         if self._all_logits is None:
             self._collect(outcome, collect)
@@ -312,11 +312,12 @@ class EarlyCalls:
                 self._begin(group)
 
     def _begin(self, group: ProcessorGroup) -> EarlyCall | None:
-        run = promise(group)
+        executor_group = group.executor_group
+        run = None if isinstance(executor_group, LocalGroup) else attempt(group.processor, executor_group.promise)
         if run is None:
             return None
-        self._deferred.begun(group, run)
         call = EarlyCall(group, run, self._vocab_size)
+        self._deferred.begun(group, call)
         self._calls |= dict.fromkeys(map(_key, group.members), call)
         self._open.append(call)
         return call
@@ -341,14 +342,14 @@ class EarlyCalls:
         for call in ended:
             self._open.remove(call)
             logits = torch.zeros(len(call.group.rows), self._vocab_size)
-            call.run.provide(logits)
+            call.provide(logits)
             left = self._deferred.left(call.group)
-            if left == math.inf or call.run.wait(left):
-                outcome = call.run.finish()
+            if left == math.inf or call.wait(left):
+                outcome = call.finish()
                 self._deferred.patience.charge(call.group.processor.tenant, outcome.occupied)
             else:
-                call.run.defer(logits)
-                self._deferred.add(DeferredCall(call.run, call.group, BEFORE_ALL, logits, [], [], lambda *_: {}))
+                call.defer(logits)
+                self._deferred.add(DeferredCall(call, call.group, BEFORE_ALL, logits, [], [], lambda *_: {}))
 
     def is_busy(self, group_name: str) -> bool:
         """Return whether a processor cannot be called now, because an early call of it has not ended."""
@@ -461,8 +462,8 @@ class EarlyCalls:
 
     def _end(self, call: EarlyCall) -> bool:
         """Wait for a call for a short time. Return whether it has ended without its logits."""
-        call.run.needs_logits()
-        call.run.wait(self._seconds_left())
+        call.needs_logits()
+        call.wait(self._seconds_left())
         outcome = call.take_outcome()
         if outcome is None:
             return False

@@ -23,19 +23,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def promise(group: ProcessorGroup) -> Run | None:
-    """Begin a call of a group before its logits exist, see `ExecutorGroup.promise`."""
-    executor_group = group.executor_group
-    return None if isinstance(executor_group, LocalGroup) else _guarded(group, executor_group.promise)
-
-
-def begin(group: ProcessorGroup, logits: torch.Tensor, spent: float) -> Run:
+def begin(group: ProcessorGroup, logits: torch.Tensor, spent: float) -> GuardedRun:
     """Begin a call of a group that runs elsewhere, see `ExecutorGroup.begin`."""
     executor_group = group.executor_group
     assert not isinstance(executor_group, LocalGroup)
-    run = _guarded(group, lambda: executor_group.begin(logits, spent))
-    assert run is not None
-    return run
+    return GuardedRun(group, attempt(group.processor, lambda: executor_group.begin(logits, spent)))
 
 
 def call(group: ProcessorGroup, logits: torch.Tensor) -> RunOutcome:
@@ -49,21 +41,19 @@ def failed(group: ProcessorGroup, fault: ProcessorFault) -> RunOutcome:
     return RunOutcome(0.0, dict.fromkeys(range(len(group.rows)), fault))
 
 
-def _guarded(group: ProcessorGroup, function: Callable[[], Run | None]) -> Run | None:
-    run = attempt(group.processor, function)
-    return None if run is None else GuardedRun(group, run)
-
-
 class GuardedRun:
     """A `Run` that raises nothing: if the server fails in it, it has ended, with a fault of all rows.
 
     Args:
         group: the rows of the call.
         run: the call; a fault if it could not begin.
+
+    Attributes:
+        group: the rows of the call.
     """
 
     def __init__(self, group: ProcessorGroup, run: Run | ProcessorFault) -> None:
-        self._group = group
+        self.group = group
         self._run = run
 
     def _attempt(self, function: Callable[[Run], T], after_failure: T) -> T:
@@ -71,7 +61,7 @@ class GuardedRun:
         run = self._run
         if isinstance(run, ProcessorFault):
             return after_failure
-        result = attempt(self._group.processor, lambda: function(run))
+        result = attempt(self.group.processor, lambda: function(run))
         if isinstance(result, ProcessorFault):
             self._run = result
             return after_failure
@@ -102,5 +92,5 @@ class GuardedRun:
         outcome = self._attempt(lambda run: run.finish(collect), None)
         if outcome is None:
             assert isinstance(self._run, ProcessorFault)
-            return failed(self._group, self._run)
+            return failed(self.group, self._run)
         return outcome

@@ -744,7 +744,7 @@ def test_no_call_ahead_begins_beside_a_deferred_one(new_shipped: NewShipped, shi
     early = shipped._early
     ((key, call),) = early._calls.items()
     early._open.remove(call)
-    call.run.finish()
+    call.finish()
     only_token_5 = AllowedTokens(VOCAB)
     only_token_5.keep_mask(mask_of([5], VOCAB))
     early._allowed[key] = only_token_5
