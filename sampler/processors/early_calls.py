@@ -40,7 +40,7 @@ from .deferred_calls import BEFORE_ALL, DeferredCall, DeferredCalls
 from .executor import CollectEdits, LoadedProcessor, LocalGroup, Run, RunOutcome
 from .guarded_run import GuardedRun
 from .internal_faults import attempt
-from .processor_groups import GroupRow, GroupStage, ProcessorGroup, ProcessorUse
+from .processor_groups import GroupStage, ProcessorGroup, ProcessorUse
 
 MAX_WAIT = 0.01
 """Most seconds of a step to wait for calls before the forward pass, while several sequences run."""
@@ -129,7 +129,7 @@ class EarlyCall(GuardedRun):
         super().__init__(group, run)
         self.has_forced = False
         self._vocab_size = vocab_size
-        self._places = {member.use: place for place, member in enumerate(group.members)}
+        self._places = {member: place for place, member in enumerate(group.members)}
         self._outcome: RunOutcome | None = None
         self._edited: Sequence[int] = ()
         self._edits: GroupEdits = ()
@@ -157,13 +157,13 @@ class EarlyCall(GuardedRun):
         """True if `end_early` has returned a result."""
         return self._outcome is not None
 
-    def skip(self, member: GroupRow) -> float:
+    def skip(self, member: ProcessorUse) -> float:
         """Take the answer for a row without its edits. Return the row's share of the seconds; 0 before it has ended."""
         if self._outcome is None:
             return 0.0
         seconds = self._outcome.seconds / len(self._places)
         self.group.observe_call(1, seconds, self._outcome.logits_use)
-        member.use.add_printed(self._outcome.printed)
+        member.add_printed(self._outcome.printed)
         return seconds
 
     def restrict(self, use: ProcessorUse, allowed: AllowedTokens) -> None:
@@ -184,7 +184,7 @@ class EarlyCall(GuardedRun):
 
     def part(self, group: ProcessorGroup) -> Run:
         """Return the part of the call for some of its rows."""
-        places = [self._places[member.use] for member in group.members]
+        places = [self._places[member] for member in group.members]
         if self._outcome is None and len(places) == len(self._places):
             return self
         return GuardedRun(group, CallPart(self, places))
@@ -381,7 +381,7 @@ class EarlyCalls:
             self._open.remove(call)
         return call.part(group)
 
-    def skip(self, member: GroupRow) -> float:
+    def skip(self, member: ProcessorUse) -> float:
         """Take the answer for a row's next token, which is certain. Return the row's share of the call's seconds."""
         call = self._calls.pop(_key(member), None)
         return call.skip(member) if call is not None else 0.0
@@ -400,7 +400,7 @@ class EarlyCalls:
         """Return whether a processor forces tokens at the moment."""
         return processor.group_name in self._forcing
 
-    def restrict(self, members: Mapping[GroupRow, AllowedTokens]) -> None:
+    def restrict(self, members: Mapping[ProcessorUse, AllowedTokens]) -> None:
         """Forbid the next tokens of some rows that their processors will forbid, where that is known early.
 
         Calls processors that force tokens at the moment for tokens that follow certain ones. Leaves all other rows
@@ -419,9 +419,9 @@ class EarlyCalls:
             call = self._calls.get(_key(member))
             if call is not None and call.has_ended:
                 began = time.perf_counter()
-                if attempt(member.use.processor, partial(call.restrict, member.use, allowed)) is not None:
+                if attempt(member.processor, partial(call.restrict, member, allowed)) is not None:
                     allowed.leave_open()
-                self._deferred.patience.charge(member.use.processor.tenant, time.perf_counter() - began)
+                self._deferred.patience.charge(member.processor.tenant, time.perf_counter() - began)
                 self._allowed[_key(member)] = allowed
             else:
                 allowed.leave_open()
@@ -430,7 +430,7 @@ class EarlyCalls:
             if pause is not None:
                 pause.observe(has_failed=not call.has_forced)
 
-    def _groups_ahead(self, members: Iterable[GroupRow]) -> list[ProcessorGroup]:
+    def _groups_ahead(self, members: Iterable[ProcessorUse]) -> list[ProcessorGroup]:
         """Return the groups of rows whose last token was certain, and which have no call for the next one."""
         groups: defaultdict[ProcessorGroup, dict[int, int]] = defaultdict(dict)
         for member in members:
@@ -444,7 +444,7 @@ class EarlyCalls:
                 groups[group][row] = row
         return [ahead for group, rows in groups.items() if (ahead := group.select(rows)) is not None]
 
-    def _calls_of(self, members: Iterable[GroupRow]) -> list[EarlyCall]:
+    def _calls_of(self, members: Iterable[ProcessorUse]) -> list[EarlyCall]:
         """Return the calls of some rows that have not ended."""
         calls = {self._calls.get(_key(member)) for member in members}
         return [call for call in self._open if call in calls]
@@ -479,8 +479,8 @@ class EarlyCalls:
         return max(0.0, self._wait_until - now)
 
 
-def _key(member: GroupRow) -> CallKey:
-    return member.use, len(member.output_token_ids)
+def _key(member: ProcessorUse) -> CallKey:
+    return member, len(member.output_token_ids)
 
 
 def may_forbid_most(edits: GroupEdits, vocab_size: int) -> bool:

@@ -63,6 +63,9 @@ class ProcessorUse:
         own_count: calls so far, without those in `shared_counts`.
         shared_counts: counts of the groups that it has been in since the batch changed; each counts for all members.
         executor_row: the sequence at the processor's executor; None until it has a row of the batch.
+        before: names of the request's fields and earlier processors that may have forbidden tokens before this one.
+        is_last: True if nothing of the same request edits the row's logits afterwards.
+        output_token_ids: the sequence's live output list.
         forked_row: the same for a sequence that was forked from another one and has no row of the batch yet.
         printed: the last text that the processor printed in its calls, also about other rows of them.
     """
@@ -74,6 +77,9 @@ class ProcessorUse:
     own_count: CallCount = field(default_factory=CallCount)
     shared_counts: list[CallCount] = field(default_factory=list)
     executor_row: ExecutorRow | None = None
+    before: tuple[str, ...] = ()
+    is_last: bool = True
+    output_token_ids: list[int] = field(default_factory=list)
     forked_row: ExecutorRow | None = None
     printed: str = ""
 
@@ -85,14 +91,14 @@ class ProcessorUse:
         Raises:
             ProcessorFault: the processor's state of the sequence cannot be copied.
         """
+        forked_row = self.attached_row.fork(output_token_ids)
+        return replace(self, own_count=self.count, shared_counts=[], executor_row=None, forked_row=forked_row)
+
+    @property
+    def attached_row(self) -> ExecutorRow:
+        """Its `executor_row`, while it has a row of the batch."""
         assert self.executor_row is not None
-        return replace(
-            self,
-            own_count=self.count,
-            shared_counts=[],
-            executor_row=None,
-            forked_row=self.executor_row.fork(output_token_ids),
-        )
+        return self.executor_row
 
     def drop_fork(self) -> None:
         """Close a fork that will never get a row of the batch. Does nothing if it has one, or is no fork."""
@@ -164,25 +170,6 @@ ObserveCall: TypeAlias = "Callable[[int, float, LogitsUse], None]"
 """Takes the number of rows of a call, its duration in seconds, and its use of the logits."""
 
 
-@dataclass(frozen=True, eq=False)
-class GroupRow:
-    """One row of a group.
-
-    Attributes:
-        use: the request's use of the processor.
-        executor_row: the sequence at the processor's executor.
-        before: names of the request's fields and earlier processors that may have forbidden tokens before this one.
-        is_last: True if nothing of the same request edits the row's logits afterwards.
-        output_token_ids: the sequence's live output list.
-    """
-
-    use: ProcessorUse
-    executor_row: ExecutorRow
-    before: tuple[str, ...]
-    is_last: bool
-    output_token_ids: Sequence[int] = ()
-
-
 class ProcessorGroup:
     """All rows of one processor in one stage.
 
@@ -200,7 +187,7 @@ class ProcessorGroup:
     """
 
     def __init__(
-        self, processor: LoadedProcessor, again: bool, members: Mapping[int, GroupRow], observe_call: ObserveCall
+        self, processor: LoadedProcessor, again: bool, members: Mapping[int, ProcessorUse], observe_call: ObserveCall
     ) -> None:
         self.processor = processor
         self.again = again
@@ -210,7 +197,7 @@ class ProcessorGroup:
         self.is_adjacent = self.rows[-1] - self.rows[0] + 1 == len(self.rows)
         self._index = slice(self.rows[0], self.rows[-1] + 1) if self.is_adjacent else self.rows
         self.is_last = all(member.is_last for member in self.members)
-        self.executor_group = processor.executor.group(processor, [member.executor_row for member in self.members])
+        self.executor_group = processor.executor.group(processor, [member.attached_row for member in self.members])
         self._count: CallCount | None = None
 
     def rows_of(self, logits: torch.Tensor) -> torch.Tensor:
@@ -225,13 +212,13 @@ class ProcessorGroup:
 
     def row_of(self, use: ProcessorUse) -> int:
         """Return the row of one of its members."""
-        return next(row for row, member in zip(self.rows, self.members, strict=True) if member.use is use)
+        return next(row for row, member in zip(self.rows, self.members, strict=True) if member is use)
 
     def share_count(self) -> None:
         """Count calls once for all members from now on, until they are regrouped."""
         self._count = CallCount()
         for member in self.members:
-            member.use.shared_counts.append(self._count)
+            member.shared_counts.append(self._count)
 
     def stop_sharing_count(self) -> None:
         """Count the next call for each member by itself: it ends after they are regrouped."""
@@ -244,7 +231,7 @@ class ProcessorGroup:
         self.observe_call(num_rows, total, outcome.logits_use)
         if outcome.printed:
             for member in self.members:
-                member.use.add_printed(outcome.printed)
+                member.add_printed(outcome.printed)
         steps, seconds = 0 if self.again else 1, total / num_rows
         count = self._count
         if count is not None and not faults:
@@ -253,7 +240,7 @@ class ProcessorGroup:
             return
         for place, member in enumerate(self.members):
             if place not in faults:
-                member.use.own_count.add(steps, seconds)
+                member.own_count.add(steps, seconds)
 
     def select(self, places: Mapping[int, int]) -> ProcessorGroup | None:
         """Return the group of the rows that have a place, renumbered by their places; None if no row has one."""
@@ -384,7 +371,7 @@ class StageLogits:
 
 
 def group_rows(
-    rows: Mapping[int, Sequence[GroupRow]], observer: Callable[[LoadedProcessor], ObserveCall]
+    rows: Mapping[int, Sequence[ProcessorUse]], observer: Callable[[LoadedProcessor], ObserveCall]
 ) -> list[GroupStage]:
     """Return the stages in run order. A request's first processor is in stage (False, 0).
 
@@ -392,11 +379,11 @@ def group_rows(
         rows: members of each row, in run order.
         observer: returns the observer of a processor's calls.
     """
-    stages: defaultdict[StageKey, defaultdict[tuple[str, int | None], dict[int, GroupRow]]]
+    stages: defaultdict[StageKey, defaultdict[tuple[str, int | None], dict[int, ProcessorUse]]]
     stages = defaultdict(lambda: defaultdict(dict))
     for row, members in sorted(rows.items()):
         for stage, member in _stages(members):
-            processor = member.use.processor
+            processor = member.processor
             stages[stage][processor.group_name, row if processor.per_sequence else None][row] = member
     return [
         GroupStage(key, [_group(key[0], members, observer) for members in groups.values()])
@@ -405,15 +392,15 @@ def group_rows(
 
 
 def _group(
-    again: bool, members: Mapping[int, GroupRow], observer: Callable[[LoadedProcessor], ObserveCall]
+    again: bool, members: Mapping[int, ProcessorUse], observer: Callable[[LoadedProcessor], ObserveCall]
 ) -> ProcessorGroup:
-    processor = next(iter(members.values())).use.processor
+    processor = next(iter(members.values())).processor
     group = ProcessorGroup(processor, again, members, observer(processor))
     group.share_count()
     return group
 
 
-def _stages(members: Sequence[GroupRow]) -> Iterator[tuple[StageKey, GroupRow]]:
+def _stages(members: Sequence[ProcessorUse]) -> Iterator[tuple[StageKey, ProcessorUse]]:
     """Yield the members that run on a row, each with its stage.
 
     Args:
@@ -421,7 +408,7 @@ def _stages(members: Sequence[GroupRow]) -> Iterator[tuple[StageKey, GroupRow]]:
     """
     for number, member in enumerate(members):
         yield (False, number), member
-    masks = [member for member in members if member.use.processor.is_mask]
+    masks = [member for member in members if member.processor.is_mask]
     if len(masks) < len(members):
         for number, member in enumerate(masks):
             yield (True, number), member

@@ -29,7 +29,6 @@ from .early_calls import EarlyCalls
 from .executor import ExecutorRow, ExecutorSequence, LoadedProcessor, LogitsUse, Run, RunOutcome
 from .internal_faults import attempt
 from .processor_groups import (
-    GroupRow,
     GroupStage,
     ObserveCall,
     ProcessorGroup,
@@ -94,8 +93,8 @@ class ShippedProcessors(LogitsProcessor):
         self._on_call = on_call
         self._check_last = check_last
         self._calls = DeferredCalls() if deferred is None else deferred
-        self._rows: BatchRows[list[GroupRow]] = BatchRows(self._attach)
-        self._members: dict[ProcessorUse, GroupRow] = {}
+        self._rows: BatchRows[list[ProcessorUse]] = BatchRows(self._attach)
+        self._members: dict[ProcessorUse, None] = {}
         self._stages: list[GroupStage] = []
         self._faults: dict[int, ProcessorFault] = {}
         self._spent: dict[str, float] = {}
@@ -121,11 +120,12 @@ class ShippedProcessors(LogitsProcessor):
 
     def close_absent(self) -> None:
         """Close the sequences that have no row and will not be added again."""
-        present = {member.use for members in self._rows.values() for member in members}
+        present = {use for members in self._rows.values() for use in members}
         absent = [use for use in self._members if use not in present]
         closed = [use for use in absent if not self._is_kept(use)]
         for use in closed:
-            self._members.pop(use).executor_row.close()
+            del self._members[use]
+            use.attached_row.close()
             self._calls.discard(use)
             use.executor_row = None
         self._has_absent = len(closed) < len(absent)
@@ -142,12 +142,12 @@ class ShippedProcessors(LogitsProcessor):
 
     def _rows_after(self, stage: StageKey) -> set[int]:
         """Return the rows that went through a stage in an earlier step."""
-        saved = {row: self._calls.saved(members[0].use) for row, members in self._rows.items() if members}
+        saved = {row: self._calls.saved(members[0]) for row, members in self._rows.items() if members}
         return {row for row, each in saved.items() if each is not None and each.done >= stage}
 
     def may_restrict(self, row: int) -> bool:
         """Return whether `restrict` may leave few tokens of a row."""
-        uses = (member.use for member in self._rows.get(row, ()))
+        uses = self._rows.get(row, ())
         return any(use.processor.is_trusted or self._early.is_forcing(use.processor) for use in uses)
 
     def restrict(self, allowed: Mapping[int, AllowedTokens]) -> None:
@@ -156,29 +156,29 @@ class ShippedProcessors(LogitsProcessor):
         Args:
             allowed: the tokens of each of these rows, to be restricted.
         """
-        trusted: defaultdict[LoadedProcessor, dict[GroupRow, AllowedTokens]] = defaultdict(dict)
-        shipped: dict[GroupRow, AllowedTokens] = {}
+        trusted: defaultdict[LoadedProcessor, dict[ProcessorUse, AllowedTokens]] = defaultdict(dict)
+        shipped: dict[ProcessorUse, AllowedTokens] = {}
         for row, each in allowed.items():
             members = self._rows.get(row, ())
             for number, member in enumerate(members):
-                if not member.use.processor.is_mask:
+                if not member.processor.is_mask:
                     each.edit_values()
-                if member.use.processor.is_trusted:
-                    trusted[member.use.processor][member] = each
-                elif number == 0 and sum(not other.use.processor.is_trusted for other in members) == 1:
+                if member.processor.is_trusted:
+                    trusted[member.processor][member] = each
+                elif number == 0 and sum(not other.processor.is_trusted for other in members) == 1:
                     shipped[member] = each
                 else:
                     each.leave_open()
         for processor, pairs in trusted.items():
             began = time.perf_counter()
-            rows, tokens = [member.executor_row for member in pairs], [*pairs.values()]
+            rows, tokens = [member.attached_row for member in pairs], [*pairs.values()]
             fault = attempt(processor, partial(processor.executor.restrict, processor, rows, tokens))
             if fault is not None:
                 for each in tokens:
                     each.leave_open()
             seconds = (time.perf_counter() - began) / len(pairs)
             for member in pairs:
-                member.use.own_count.add(0, seconds)
+                member.own_count.add(0, seconds)
         if shipped:
             self._early.restrict(shipped)
 
@@ -186,7 +186,7 @@ class ShippedProcessors(LogitsProcessor):
         """Count a call for each processor of some rows, whose next tokens are certain without `apply`."""
         for row in rows:
             for member in self._rows.get(row, ()):
-                member.use.own_count.add(1, self._early.skip(member))
+                member.own_count.add(1, self._early.skip(member))
 
     @property
     def begun_rows(self) -> list[int]:
@@ -324,7 +324,7 @@ class ShippedProcessors(LogitsProcessor):
 
     def _first_uses(self, rows: Sequence[int]) -> dict[int, ProcessorUse]:
         """Return the first processor of each row by its place. It identifies the row in `DeferredCalls`."""
-        return {place: members[0].use for place, row in enumerate(rows) if (members := self._rows.get(row))}
+        return {place: members[0] for place, row in enumerate(rows) if (members := self._rows.get(row))}
 
     def _resume(self, logits: torch.Tensor) -> dict[int, StageKey]:
         """Give saved rows the logits that an earlier step left.
@@ -391,34 +391,33 @@ class ShippedProcessors(LogitsProcessor):
             None if the row was checked, or no processor of it can be the cause.
         """
         for member in self._rows.get(row, ()):
-            if member.is_last and not member.use.processor.is_trusted:
+            if member.is_last and not member.processor.is_trusted:
                 return _non_finite_fault(logits, member)
         return None
 
     def _attach(
         self, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
-    ) -> list[GroupRow] | None:
+    ) -> list[ProcessorUse] | None:
         uses = in_run_order(self._uses(params))
         masks = [use for use in uses if use.processor.is_mask]
         # Masks run again after the other processors, and the sampler's own mask comes last.
         is_edited_later = 0 < len(masks) < len(uses) or params.allowed_token_ids is not None
-        rows: list[GroupRow] = []
         before = [*params.forbidding_fields]
         for use in uses:
             if use not in self._members:
-                executor_row = self._row_at_executor(use, params, prompt_token_ids, output_token_ids)
-                is_last = use is uses[-1] and not is_edited_later
-                self._members[use] = GroupRow(use, executor_row, tuple(before), is_last, output_token_ids)
-            rows.append(self._members[use])
+                use.executor_row = self._row_at_executor(use, params, prompt_token_ids, output_token_ids)
+                use.before, use.output_token_ids = tuple(before), output_token_ids
+                use.is_last = use is uses[-1] and not is_edited_later
+                self._members[use] = None
             before.append(use.processor.name)
-        return rows or None
+        return uses or None
 
     def _row_at_executor(
         self, use: ProcessorUse, params: SamplingParams, prompt_token_ids: list[int] | None, output_token_ids: list[int]
     ) -> ExecutorRow:
         """Return the sequence's row at the processor's executor: its fork if it has one, else a new row."""
-        use.executor_row, use.forked_row = use.forked_row, None
-        if use.executor_row is None:
+        forked_row, use.forked_row = use.forked_row, None
+        if forked_row is None:
             sequence = ExecutorSequence(
                 rid=use.rid,
                 params=use.params,
@@ -428,8 +427,8 @@ class ShippedProcessors(LogitsProcessor):
                 model=self._model,
                 prepared=use.prepared,
             )
-            use.executor_row = use.processor.executor.attach(use.processor, sequence)
-        return use.executor_row
+            return use.processor.executor.attach(use.processor, sequence)
+        return forked_row
 
     def _finish(self, group: ProcessorGroup, outcome: RunOutcome, logits: StageLogits) -> None:
         """Count a finished call, check its rows and write them to the batch's logits.
@@ -480,6 +479,6 @@ class ShippedProcessors(LogitsProcessor):
         return faults
 
 
-def _non_finite_fault(logits: torch.Tensor, member: GroupRow) -> ProcessorFault:
-    processor = member.use.processor
+def _non_finite_fault(logits: torch.Tensor, member: ProcessorUse) -> ProcessorFault:
+    processor = member.processor
     return non_finite_fault(logits, name=processor.name, digest=processor.digest, before=member.before)

@@ -206,4 +206,4 @@ class Allowances(DeferredCalls):
 
 
 def _uses(group: ProcessorGroup) -> list[ProcessorUse]:
-    return [member.use for member in group.members]
+    return group.members

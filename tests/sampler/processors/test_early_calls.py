@@ -71,6 +71,12 @@ class ReadingRun:
         return RunOutcome(seconds=1.0, charged=0.5, occupied=0.25)
 
 
+class Member:
+    """A request's processor, as far as `EarlyCalls` uses it."""
+
+    output_token_ids: tuple[int, ...] = ()
+
+
 @dataclass(eq=False)
 class Group:
     """Rows of a processor, as far as `EarlyCalls` and `DeferredCalls` use them."""
@@ -80,7 +86,7 @@ class Group:
 
     def __post_init__(self) -> None:
         self.processor = SimpleNamespace(tenant="a", group_name="x")
-        self.members = [SimpleNamespace(use=object(), output_token_ids=[]) for _ in self.rows]
+        self.members = [Member() for _ in self.rows]
         self.executor_group = SimpleNamespace(promise=lambda: self.run)
 
     def count(self, outcome: RunOutcome) -> None:

@@ -11,8 +11,6 @@ import torch
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.executor import ExecutorSequence, LoadedProcessor, RunOutcome
 from logitship.sampler.processors.processor_groups import (
-    GroupRow,
-    ProcessorGroup,
     ProcessorUse,
     StageLogits,
     group_key,
@@ -25,10 +23,9 @@ from tests.sampler.conftest import Load
 MODEL = ModelView(4, frozenset(), None)
 
 
-def member(processor: LoadedProcessor, *, is_last: bool = True) -> GroupRow:
-    use = ProcessorUse(processor, {}, "r")
-    sequence = ExecutorSequence("r", {}, [], [], SamplingParams(), MODEL)
-    return GroupRow(use, processor.executor.attach(processor, sequence), (), is_last)
+def member(processor: LoadedProcessor, *, is_last: bool = True) -> ProcessorUse:
+    executor_row = processor.executor.attach(processor, ExecutorSequence("r", {}, [], [], SamplingParams(), MODEL))
+    return ProcessorUse(processor, {}, "r", executor_row=executor_row, is_last=is_last)
 
 
 def ignore(processor: LoadedProcessor) -> Callable[[int, float], None]:
@@ -77,16 +74,12 @@ def test_stage_of_some_rows(processors: Sequence[LoadedProcessor]) -> None:
     assert [group.rows for group in stage.select({1: 0, 4: 1, 5: 2}).groups] == [[0], [1, 2]]
 
 
-def use_of(group: ProcessorGroup, place: int) -> ProcessorUse:
-    return group.members[place].use
-
-
 def test_calls_are_counted_once_and_failures_skipped(processors: Sequence[LoadedProcessor]) -> None:
     observed: list[tuple[int, float]] = []
     rows = {row: [member(processors[0])] for row in range(4)}
     (stage,) = group_rows(rows, lambda processor: lambda num_rows, seconds, _: observed.append((num_rows, seconds)))
     (group,) = stage.groups
-    uses = [use_of(group, place) for place in range(4)]
+    uses = group.members
     group.count(RunOutcome(8.0))
     group.count(RunOutcome(4.0, MappingProxyType({1: ProcessorFault("no", digest="", name="A", kind="exception")})))
     (some,) = stage.select({0: 0, 3: 1}).groups

@@ -22,8 +22,7 @@ class FakeGroup:
 
     def __init__(self, *rids: str, name: str = "sha256:a") -> None:
         self.processor: Any = SimpleNamespace(tenant="", group_name=f"/{name}", digest=name, name="Slow")
-        uses = [SimpleNamespace(rid=rid, processor=self.processor, name="Slow") for rid in rids]
-        self.members = [SimpleNamespace(use=use) for use in uses]
+        self.members = [SimpleNamespace(rid=rid, processor=self.processor, name="Slow") for rid in rids]
         self.rows = [*range(len(rids))]
 
 
@@ -96,7 +95,7 @@ def test_requests_get_a_little_when_others_have_used_up_the_tenants() -> None:
 def test_slow_request_is_told_what_it_used() -> None:
     steps, group = Steps(), FakeGroup("a")
     steps.call(group, 5.0)
-    fault = steps.allowances.too_slow([group.members[0].use], "LOGITSHIP_VLLM_STEP_SHARE")
+    fault = steps.allowances.too_slow([group.members[0]], "LOGITSHIP_VLLM_STEP_SHARE")
     assert fault.kind == "too_slow"
     assert f"steps have waited {BURST * 1e3:.0f} ms for this request" in fault.message
     assert "0.2 of the time that the engine computes (LOGITSHIP_VLLM_STEP_SHARE)" in fault.message
