@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 import time
-from typing import Protocol
+from collections.abc import Callable
 
 from .cpu_time import CallDeadline
 from .protocol import ANSWERS, HEADER, MAX_ANSWER, MAX_PRINTED, Answer, Command, pack
@@ -142,14 +142,6 @@ class CallExchange:
         return False
 
 
-class UnansweredCall(Protocol):
-    """A call that an `AnswerReceiver` watches."""
-
-    def on_readable(self) -> bool:
-        """Receive what has arrived. Never blocks. Return whether more may arrive."""
-        ...
-
-
 class AnswerReceiver:
     """Notifies each watched call when data has arrived, on a thread of its own.
 
@@ -157,8 +149,8 @@ class AnswerReceiver:
     step, and would be slow, because the forward pass has evicted code and data from the CPU's caches.
 
     Guarantees:
-    * `on_readable` is not called after `release`, and has returned when that returns.
-    * No method waits for `on_readable` of another call, which may take long to decode.
+    * The function of a call is not called after `release`, and has returned when that returns.
+    * No method waits for the function of another call, which may take long to decode.
 
     Raises:
         RuntimeError: the thread cannot be started.
@@ -178,11 +170,16 @@ class AnswerReceiver:
             os.close(self._end)
             raise
 
-    def watch(self, descriptor: int, call: UnansweredCall) -> None:
-        """Call `on_readable` when the connection of a call is readable or closed, until it returns False."""
+    def watch(self, descriptor: int, on_readable: Callable[[], bool]) -> None:
+        """Call a function when the connection of a call is readable or closed, until it returns False.
+
+        Args:
+            descriptor: file descriptor of the connection.
+            on_readable: receives what has arrived, without blocking. Returns whether more may arrive.
+        """
         with self._lock, contextlib.suppress(OSError, ValueError):  # closed by another thread: its owner finds out
             self._poll.register(descriptor, _ONCE_READABLE)
-            self._calls[descriptor] = _WatchedCall(call)
+            self._calls[descriptor] = _WatchedCall(on_readable)
 
     def release(self, descriptor: int) -> None:
         """Watch the call on a connection no longer, if it is watched."""
@@ -192,7 +189,7 @@ class AnswerReceiver:
                 self._drop(descriptor)
         if watched is not None:
             with watched.lock:
-                pass  # `on_readable` has returned now
+                pass  # its function has returned now
 
     def close(self) -> None:
         """End the thread. Calls that are still watched belong to their owners again."""
@@ -217,7 +214,7 @@ class AnswerReceiver:
         with watched.lock:
             if self._calls.get(descriptor) is not watched:  # released since
                 return
-            may_have_more = watched.call.on_readable()
+            may_have_more = watched.on_readable()
         with self._lock:
             if self._calls.get(descriptor) is watched:
                 if may_have_more:
@@ -233,8 +230,8 @@ class AnswerReceiver:
 
 
 class _WatchedCall:
-    """A call, and the lock that is held while its `on_readable` runs."""
+    """The function of a call, and the lock that is held while it runs."""
 
-    def __init__(self, call: UnansweredCall) -> None:
-        self.call = call
+    def __init__(self, on_readable: Callable[[], bool]) -> None:
+        self.on_readable = on_readable
         self.lock = threading.Lock()

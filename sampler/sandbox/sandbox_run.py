@@ -312,7 +312,7 @@ class SandboxRun:
             assert self._sandbox is not None
             self._pending.remove(self)
             self._receiver = receiver
-            receiver.watch(self._sandbox.descriptor, self)
+            receiver.watch(self._sandbox.descriptor, self.on_readable)
 
     def on_readable(self) -> bool:
         """Receive the answer on the receiver's thread. Return whether more of it may arrive."""

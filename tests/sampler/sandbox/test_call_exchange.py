@@ -65,7 +65,7 @@ def new_call() -> Iterator[Callable[..., Call]]:
 def test_each_call_is_told_once(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:
     one, other = new_call(), new_call()
     for call in (one, other):
-        receiver.watch(call.descriptor, call)
+        receiver.watch(call.descriptor, call.on_readable)
     other.sandbox.send(b"other")
     assert other.is_told.wait(LONG)
     assert not one.is_told.is_set()
@@ -77,13 +77,13 @@ def test_each_call_is_told_once(receiver: AnswerReceiver, new_call: Callable[...
 
 def test_call_is_told_until_it_has_ended(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:
     call, other = new_call(num_messages=3), new_call()
-    receiver.watch(call.descriptor, call)
+    receiver.watch(call.descriptor, call.on_readable)
     for number in range(3):
         call.is_told.clear()
         call.sandbox.send(b"%d" % number)
         assert call.is_told.wait(LONG)
     call.sandbox.send(b"of a later call")
-    receiver.watch(other.descriptor, other)
+    receiver.watch(other.descriptor, other.on_readable)
     other.sandbox.send(b"other")
     assert other.is_told.wait(LONG)
     assert call.read == [b"0", b"1", b"2"]
@@ -93,7 +93,7 @@ def test_call_may_be_watched_again(receiver: AnswerReceiver, new_call: Callable[
     call = new_call()
     for number in range(3):
         call.is_told.clear()
-        receiver.watch(call.descriptor, call)
+        receiver.watch(call.descriptor, call.on_readable)
         call.sandbox.send(b"%d" % number)
         assert call.is_told.wait(LONG)
         receiver.release(call.descriptor)
@@ -102,7 +102,7 @@ def test_call_may_be_watched_again(receiver: AnswerReceiver, new_call: Callable[
 
 def test_closed_connection_is_readable(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:
     call = new_call()
-    receiver.watch(call.descriptor, call)
+    receiver.watch(call.descriptor, call.on_readable)
     call.sandbox.close()
     assert call.is_told.wait(LONG)
     assert call.read == [b""]
@@ -111,7 +111,7 @@ def test_closed_connection_is_readable(receiver: AnswerReceiver, new_call: Calla
 def test_released_call_is_not_told(receiver: AnswerReceiver, new_call: Callable[..., Call]) -> None:
     released, watched = new_call(), new_call()
     for call in (released, watched):
-        receiver.watch(call.descriptor, call)
+        receiver.watch(call.descriptor, call.on_readable)
     receiver.release(released.descriptor)
     receiver.release(released.descriptor)  # nothing happens
     released.sandbox.send(b"answer")
@@ -133,7 +133,7 @@ def test_release_waits_while_the_call_is_told(receiver: AnswerReceiver, new_call
         order.append("released")
 
     call, is_releasing = new_call(then), threading.Event()
-    receiver.watch(call.descriptor, call)
+    receiver.watch(call.descriptor, call.on_readable)
     call.sandbox.send(b"answer")
     assert call.is_told.wait(LONG)
     thread = threading.Thread(target=release)
@@ -148,15 +148,15 @@ def test_connections_that_were_closed_here(receiver: AnswerReceiver, new_call: C
     """`Sandbox.close` may be called on another thread at any time. The descriptor may then be in use again."""
     closed, watched = new_call(), new_call()
     descriptor = closed.descriptor
-    receiver.watch(descriptor, closed)
+    receiver.watch(descriptor, closed.on_readable)
     closed.connection.close()
     reused = os.dup(watched.descriptor)
     assert reused == descriptor
     receiver.release(descriptor)
     os.close(reused)
-    receiver.watch(descriptor, closed)  # nothing happens
-    receiver.watch(closed.descriptor, closed)
-    receiver.watch(watched.descriptor, watched)
+    receiver.watch(descriptor, closed.on_readable)  # nothing happens
+    receiver.watch(closed.descriptor, closed.on_readable)
+    receiver.watch(watched.descriptor, watched.on_readable)
     watched.sandbox.send(b"answer")
     assert watched.is_told.wait(LONG)
     assert (closed.read, watched.read) == ([], [b"answer"])
@@ -166,13 +166,13 @@ def test_close_ends_the_thread(new_call: Callable[..., Call]) -> None:
     before = set(threading.enumerate())
     receiver, call = AnswerReceiver(), new_call()
     (thread,) = set(threading.enumerate()) - before
-    receiver.watch(call.descriptor, call)
+    receiver.watch(call.descriptor, call.on_readable)
     receiver.close()
     receiver.close()
     assert not thread.is_alive()
     call.sandbox.send(b"answer")
     receiver.release(call.descriptor)
-    receiver.watch(call.descriptor, call)
+    receiver.watch(call.descriptor, call.on_readable)
     assert call.read == []
 
 
@@ -180,12 +180,12 @@ def test_nothing_waits_while_another_call_is_told(receiver: AnswerReceiver, new_
     """It may take long to decode an answer."""
     may_return = threading.Event()
     slow, other = new_call(lambda: may_return.wait(LONG)), new_call()
-    receiver.watch(slow.descriptor, slow)
+    receiver.watch(slow.descriptor, slow.on_readable)
     slow.sandbox.send(b"answer")
     assert slow.is_told.wait(LONG)
 
     def use() -> None:
-        receiver.watch(other.descriptor, other)
+        receiver.watch(other.descriptor, other.on_readable)
         receiver.release(other.descriptor)
 
     thread = threading.Thread(target=use)
