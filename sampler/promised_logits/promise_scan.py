@@ -50,7 +50,7 @@ def reason_against_promises(cls: type) -> str:
 
 def _reason_in(code: CodeType) -> str:
     """Return why this code cannot be called with promised logits; "" if it can."""
-    is_type_known = False  # in the expression so far, `type` is called
+    is_type_known = False  # in the expression so far, `type` is called, or `__class__` is used
     of_torch = ""
     for each in dis.get_instructions(code):
         if each.opname in ("LOAD_ATTR", "LOAD_METHOD") and of_torch == "torch" and each.argval in _OF_TORCH:
@@ -58,7 +58,7 @@ def _reason_in(code: CodeType) -> str:
         if each.opname == "STORE_ATTR" and each.argval in _STORED:
             return _STORED[each.argval]
         of_torch = str(each.argval) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_DEREF") else ""
-        if of_torch == "type":
+        if of_torch == "type" or (each.opname == "LOAD_ATTR" and each.argval == "__class__"):
             is_type_known = True
         elif each.opname.startswith("STORE_") and is_type_known and "Tensor" in code.co_names:
             return _TYPE  # `kind = type(logits)`, to be compared
