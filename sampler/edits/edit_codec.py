@@ -11,7 +11,7 @@ uint32 [count]      positions or rows
 
 | kind | detail | number | value | arrays |
 |---|---|---|---|---|
-| put | 1: array | | the value | float32 [count] |
+| put | | | the value | |
 | fill | | | the value | |
 | save | | register | | |
 | restore | number of steps | register | | for each step a step header, and float32 [count] if it has an array |
@@ -41,11 +41,11 @@ import numpy.typing as npt
 
 from .edit_combination import combine_edits, with_ascending_positions
 from .edit_operations import (
+    ARITHMETIC,
     FEW,
     MAX_EDITS,
     MAX_EDITS_PER_ROW,
     MAX_TOUCHED,
-    OPERATORS,
     POSITION_COST,
     Edit,
     EditPositions,
@@ -60,7 +60,7 @@ from .edit_operations import (
     PutRows,
     Restore,
     Save,
-    same_bits,
+    WithPositions,
 )
 from .logit_edits import NUM_RECENT_VECTORS, EditLog
 
@@ -72,7 +72,8 @@ _STEP = struct.Struct("<BBHf")
 _VECTOR = struct.Struct("<HH")
 _NUMBERS, _FLOATS, _BYTES = np.dtype("<u4"), np.dtype("<f4"), np.dtype(np.uint8)
 _PUT, _FILL, _SAVE, _RESTORE, _EDIT_ROWS, _PUT_ROWS, _PUT_MASK, _EDIT_POSITIONS = range(8)
-_NUMBER_OF = {operator: number for number, operator in enumerate(OPERATORS)}
+_OPERATORS = tuple(ARITHMETIC)
+_NUMBER_OF = {operator: number for number, operator in enumerate(_OPERATORS)}
 
 
 class InvalidEdits(ValueError):
@@ -80,37 +81,24 @@ class InvalidEdits(ValueError):
 
 
 class VectorSender:
-    """The vectors that the server has, as far as this sandbox knows. See `VectorStore`."""
+    """The vectors that the server has, as far as this sandbox knows. See `VectorStore`.
+
+    Equal vectors are the same object, see `RecentVectors`.
+    """
 
     def __init__(self) -> None:
-        self._slots: dict[int, Floats] = {}
-        self._used: list[int] = []
+        self._slots: list[Floats] = []
+        self._next_slot = 0
 
     def encode(self, vector: Floats) -> bytes:
         """Return a vector's binary form, and remember that the server has it."""
-        slot = self._slot_of(vector)
-        if slot is not None:
-            self._use(slot)
-            return _VECTOR.pack(slot, 0)
-        slot = len(self._slots) if len(self._slots) < NUM_SLOTS else self._used[0]
-        self._slots[slot] = vector
-        self._use(slot)
+        for slot, known in enumerate(self._slots):
+            if known is vector:
+                return _VECTOR.pack(slot, 0)
+        slot = self._next_slot
+        self._next_slot = (slot + 1) % NUM_SLOTS
+        self._slots[slot : slot + 1] = [vector]
         return _VECTOR.pack(slot, 1) + vector.tobytes()
-
-    def _slot_of(self, vector: Floats) -> int | None:
-        # A vector of `RecentVectors` is found without a comparison of its bits.
-        for slot, known in self._slots.items():
-            if vector is known:
-                return slot
-        for slot, known in self._slots.items():
-            if same_bits(vector, known):
-                return slot
-        return None
-
-    def _use(self, slot: int) -> None:
-        if slot in self._used:
-            self._used.remove(slot)
-        self._used.append(slot)
 
 
 class VectorStore:
@@ -139,40 +127,39 @@ class VectorStore:
 
 def encode(log: EditLog, vectors: VectorSender) -> bytes:
     """Return the binary form of a log, with as few edits as its rows allow."""
-    if log.is_empty:
-        return b""
-    parts: list[bytes] = []
     combined = combine_edits(log.edits, log.num_rows, log.vocab_size)
-    for edit in with_ascending_positions(combined, log.vocab_size):
-        parts += _ENCODERS[type(edit)](edit, vectors)
-    return b"".join(parts)
+    ordered = with_ascending_positions(combined, log.vocab_size)
+    return b"".join(part for edit in ordered for part in _encoded(edit, vectors))
 
 
-def _encoded_put(edit: Put, vectors: VectorSender) -> list[bytes]:
-    positions, values = edit
-    if isinstance(values, np.ndarray):
-        return [_HEADER.pack(_PUT, 1, 0, len(positions), 0.0), positions.tobytes(), values.tobytes()]
-    return [_HEADER.pack(_PUT, 0, 0, len(positions), values), positions.tobytes()]
-
-
-def _encoded_fill(edit: Fill, vectors: VectorSender) -> list[bytes]:
-    return [_HEADER.pack(_FILL, 0, 0, len(edit.rows), edit.value), edit.rows.tobytes()]
-
-
-def _encoded_save(edit: Save, vectors: VectorSender) -> list[bytes]:
-    return [_HEADER.pack(_SAVE, 0, edit.register, len(edit.positions), 0.0), edit.positions.tobytes()]
-
-
-def _encoded_restore(edit: Restore, vectors: VectorSender) -> list[bytes]:
-    positions, register, arithmetic = edit
-    header = _HEADER.pack(_RESTORE, len(arithmetic), register, len(positions), 0.0)
-    return [header, positions.tobytes(), *_encoded_arithmetic(arithmetic)]
-
-
-def _encoded_edit_positions(edit: EditPositions, vectors: VectorSender) -> list[bytes]:
-    positions, arithmetic = edit
-    header = _HEADER.pack(_EDIT_POSITIONS, len(arithmetic), 0, len(positions), 0.0)
-    return [header, positions.tobytes(), *_encoded_arithmetic(arithmetic)]
+def _encoded(edit: Edit, vectors: VectorSender) -> list[bytes]:
+    """Return the header of an edit, and its arrays."""
+    if isinstance(edit, WithPositions):
+        count, numbers = len(edit.positions), edit.positions.tobytes()
+    else:
+        count, numbers = len(edit.rows), edit.rows.tobytes()
+    match edit:
+        case Put():
+            return [_HEADER.pack(_PUT, 0, 0, count, edit.value), numbers]
+        case Fill():
+            return [_HEADER.pack(_FILL, 0, 0, count, edit.value), numbers]
+        case Save():
+            return [_HEADER.pack(_SAVE, 0, edit.register, count, 0.0), numbers]
+        case Restore():
+            header = _HEADER.pack(_RESTORE, len(edit.arithmetic), edit.register, count, 0.0)
+            return [header, numbers, *_encoded_arithmetic(edit.arithmetic)]
+        case EditPositions():
+            header = _HEADER.pack(_EDIT_POSITIONS, len(edit.arithmetic), 0, count, 0.0)
+            return [header, numbers, *_encoded_arithmetic(edit.arithmetic)]
+        case EditRows(_, operator, operand) if isinstance(operand, np.ndarray):
+            return [_HEADER.pack(_EDIT_ROWS, _NUMBER_OF[operator], 1, count, 0.0), numbers, vectors.encode(operand)]
+        case EditRows():
+            return [_HEADER.pack(_EDIT_ROWS, _NUMBER_OF[edit.operator], 0, count, edit.operand), numbers]
+        case PutRows():
+            return [_HEADER.pack(_PUT_ROWS, 0, 1, count, 0.0), numbers, vectors.encode(edit.values)]
+        case PutMask():
+            header = _HEADER.pack(_PUT_MASK, len(edit.bits) > 1, 0, count, edit.value)
+            return [header, numbers, edit.bits.tobytes(), bytes(-edit.bits.size % 4)]
 
 
 def _encoded_arithmetic(arithmetic: Sequence[tuple[str, Operand]]) -> list[bytes]:
@@ -183,35 +170,6 @@ def _encoded_arithmetic(arithmetic: Sequence[tuple[str, Operand]]) -> list[bytes
         else:
             parts.append(_STEP.pack(_NUMBER_OF[operator], 0, 0, operand))
     return parts
-
-
-def _encoded_edit_rows(edit: EditRows, vectors: VectorSender) -> list[bytes]:
-    operator = _NUMBER_OF[edit.operator]
-    if isinstance(edit.operand, np.ndarray):
-        header = _HEADER.pack(_EDIT_ROWS, operator, 1, len(edit.rows), 0.0)
-        return [header, edit.rows.tobytes(), vectors.encode(edit.operand)]
-    return [_HEADER.pack(_EDIT_ROWS, operator, 0, len(edit.rows), edit.operand), edit.rows.tobytes()]
-
-
-def _encoded_put_rows(edit: PutRows, vectors: VectorSender) -> list[bytes]:
-    return [_HEADER.pack(_PUT_ROWS, 0, 1, len(edit.rows), 0.0), edit.rows.tobytes(), vectors.encode(edit.values)]
-
-
-def _encoded_put_mask(edit: PutMask, vectors: VectorSender) -> list[bytes]:
-    header = _HEADER.pack(_PUT_MASK, len(edit.bits) > 1, 0, len(edit.rows), edit.value)
-    return [header, edit.rows.tobytes(), edit.bits.tobytes(), bytes(-edit.bits.size % 4)]
-
-
-_ENCODERS: dict[type[Edit], Callable[[Any, VectorSender], list[bytes]]] = {
-    Put: _encoded_put,
-    Fill: _encoded_fill,
-    Save: _encoded_save,
-    Restore: _encoded_restore,
-    EditRows: _encoded_edit_rows,
-    PutRows: _encoded_put_rows,
-    PutMask: _encoded_put_mask,
-    EditPositions: _encoded_edit_positions,
-}
 
 
 def decode(data: bytes | bytearray, num_rows: int, vocab_size: int, vectors: VectorStore) -> GroupEdits:
@@ -253,9 +211,7 @@ class _Decoder:
         return edits
 
     def _put(self, detail: int, number: int, count: int, value: float) -> Put:
-        if not detail:
-            return Put(self._positions(count, may_repeat=True), value)
-        return Put(self._positions(count), self._floats(count))
+        return Put(self._positions(count, may_repeat=True), value)
 
     def _fill(self, detail: int, number: int, count: int, value: float) -> Fill:
         return Fill(self._rows(count), value)
@@ -382,9 +338,9 @@ _DECODERS: tuple[Callable[[_Decoder, int, int, int, float], Edit], ...] = (
 
 
 def _operator(number: int) -> str:
-    if number >= len(OPERATORS):
+    if number >= len(_OPERATORS):
         raise InvalidEdits("no such operator")
-    return OPERATORS[number]
+    return _OPERATORS[number]
 
 
 def _largest(numbers: Positions) -> int:

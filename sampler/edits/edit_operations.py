@@ -7,7 +7,8 @@ that are independent of each other form layers, so that few operations can apply
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from math import copysign
 from typing import Any, NamedTuple, TypeAlias
 
@@ -36,19 +37,20 @@ Positions: TypeAlias = npt.NDArray[np.integer[Any]]
 """Recorded as uint32, applied as int64."""
 Floats: TypeAlias = npt.NDArray[np.float32]
 Operand: TypeAlias = float | Floats
-OPERATORS = ("+", "-", "*", "/", "r-")
-"""Arithmetic of one operand; `r-` is the operand minus the value."""
+ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+    "/": operator.truediv,
+}
+"""Operators, of a value and an operand."""
 
 
 class Put(NamedTuple):
-    """Put values at positions, which are unique if the values differ."""
+    """Put a value at positions."""
 
     positions: Positions
-    values: Operand
-
-    def touched(self, vocab_size: int) -> slice:
-        """Return a range that contains all affected rows."""
-        return _rows_between(self.positions, vocab_size)
+    value: float
 
 
 class Fill(NamedTuple):
@@ -57,20 +59,12 @@ class Fill(NamedTuple):
     rows: Positions
     value: float
 
-    def touched(self, vocab_size: int) -> slice:
-        """Return a range that contains all affected rows."""
-        return _rows_between(self.rows, 1)
-
 
 class Save(NamedTuple):
     """Copy the values at positions into a register. Registers are numbered from 0, in order."""
 
     positions: Positions
     register: int
-
-    def touched(self, vocab_size: int) -> slice:
-        """Return a range that contains all affected rows."""
-        return _rows_between(self.positions, vocab_size)
 
 
 class Restore(NamedTuple):
@@ -80,20 +74,12 @@ class Restore(NamedTuple):
     register: int
     arithmetic: tuple[tuple[str, Operand], ...]
 
-    def touched(self, vocab_size: int) -> slice:
-        """Return a range that contains all affected rows."""
-        return _rows_between(self.positions, vocab_size)
-
 
 class EditPositions(NamedTuple):
     """Apply arithmetic to the values at distinct positions: a `Save` and a `Restore` in one."""
 
     positions: Positions
     arithmetic: tuple[tuple[str, Operand], ...]
-
-    def touched(self, vocab_size: int) -> slice:
-        """Return a range that contains all affected rows."""
-        return _rows_between(self.positions, vocab_size)
 
 
 class EditRows(NamedTuple):
@@ -103,20 +89,12 @@ class EditRows(NamedTuple):
     operator: str
     operand: Operand
 
-    def touched(self, vocab_size: int) -> slice:
-        """Return a range that contains all affected rows."""
-        return _rows_between(self.rows, 1)
-
 
 class PutRows(NamedTuple):
     """Put the same values, float32 [vocab], in whole rows."""
 
     rows: Positions
     values: Floats
-
-    def touched(self, vocab_size: int) -> slice:
-        """Return a range that contains all affected rows."""
-        return _rows_between(self.rows, 1)
 
 
 class PutMask(NamedTuple):
@@ -130,13 +108,9 @@ class PutMask(NamedTuple):
     bits: npt.NDArray[np.uint8]
     value: float
 
-    def touched(self, vocab_size: int) -> slice:
-        """Return a range that contains all affected rows."""
-        return _rows_between(self.rows, 1)
 
-
-Edit: TypeAlias = Put | Fill | Save | Restore | EditPositions | EditRows | PutRows | PutMask
-
+WithPositions: TypeAlias = Put | Save | Restore | EditPositions
+Edit: TypeAlias = WithPositions | Fill | EditRows | PutRows | PutMask
 
 GroupEdits: TypeAlias = Sequence[Edit]
 """The edits of one call, in order."""
@@ -145,30 +119,25 @@ GroupEdits: TypeAlias = Sequence[Edit]
 def num_touched(edits: GroupEdits, vocab_size: int) -> int:
     """Return about how many elements edits touch, see `MAX_TOUCHED`."""
     return sum(
-        POSITION_COST * len(edit.positions)
-        if isinstance(edit, Put | Save | Restore | EditPositions)
-        else len(edit.rows) * vocab_size
+        POSITION_COST * len(edit.positions) if isinstance(edit, WithPositions) else len(edit.rows) * vocab_size
         for edit in edits
     )
 
 
 def num_positions(edits: GroupEdits) -> int:
     """Return the number of positions that edits name."""
-    return sum(len(edit.positions) for edit in edits if isinstance(edit, Put | Save | Restore | EditPositions))
+    return sum(len(edit.positions) for edit in edits if isinstance(edit, WithPositions))
 
 
-def same_positions(one: Positions, other: Positions) -> bool:
-    """Return whether both are the same positions in the same order."""
-    return one is other or one.tobytes() == other.tobytes()  # a third of the time of `numpy.array_equal`
-
-
-def same_bits(one: Floats, other: Floats) -> bool:
-    """Return whether float32 [vocab] are the same, also in the signs of zeros and in NaNs."""
-    if one is other:
-        return True
-    bits, other_bits = one.view(np.int32), other.view(np.int32)
-    # Compare a sample first: vectors that differ nearly always differ there.
-    return np.array_equal(bits[::997], other_bits[::997]) and np.array_equal(bits, other_bits)
+def touched_rows(edit: Edit, vocab_size: int) -> slice:
+    """Return a range that contains all rows that an edit affects or uses."""
+    numbers, numbers_per_row = (edit.positions, vocab_size) if isinstance(edit, WithPositions) else (edit.rows, 1)
+    if len(numbers) <= FEW:
+        listed = numbers.tolist()
+        smallest, largest = min(listed), max(listed)
+    else:
+        smallest, largest = int(numbers.min()), int(numbers.max())
+    return slice(smallest // numbers_per_row, largest // numbers_per_row + 1)
 
 
 def same_number(one: Operand, other: Operand) -> bool:
@@ -176,15 +145,3 @@ def same_number(one: Operand, other: Operand) -> bool:
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return False
     return one == other and copysign(1.0, one) == copysign(1.0, other)
-
-
-def _rows_between(numbers: Positions, numbers_per_row: int) -> slice:
-    if len(numbers) == 1:
-        row = int(numbers[0]) // numbers_per_row
-        return slice(row, row + 1)
-    if len(numbers) <= FEW:
-        listed = numbers.tolist()
-        smallest, largest = min(listed), max(listed)
-    else:
-        smallest, largest = int(numbers.min()), int(numbers.max())
-    return slice(smallest // numbers_per_row, largest // numbers_per_row + 1)

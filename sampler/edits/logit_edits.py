@@ -27,18 +27,14 @@ from .edit_operations import (
     PutRows,
     Restore,
     Save,
-    same_bits,
     same_number,
 )
 from .merged_edits import apply_edits
 
-_DTYPE = np.dtype(np.uint32)
 NUM_RECENT_VECTORS = 4
-_MAX_JOINED = 4096
-"""Positions of an edit to which later ones are still added. Adding copies an edit, so larger ones are left alone."""
 
-AnyPositions: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]] | torch.Tensor
-"""Positions as an author's code has them: integers [n]."""
+AnyPositions: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
+"""Positions or rows as they are recorded: integers [n]."""
 
 
 class RecentVectors:
@@ -52,32 +48,32 @@ class RecentVectors:
 
     def copy_of(self, vector: Floats) -> Floats:
         """Return a copy of float32 [vocab]; the same one as before if the bits are the same."""
+        bits = vector.view(np.int32)
         for known in list(self._copies):
-            if same_bits(vector, known):
+            known_bits = known.view(np.int32)
+            # Compare a sample first: vectors that differ nearly always differ there.
+            if np.array_equal(bits[::997], known_bits[::997]) and np.array_equal(bits, known_bits):
                 return known
         copy = vector.copy()
         self._copies.append(copy)
         return copy
 
 
-class _NumberPut:
-    """Put the same number at positions, of which there may be more until the next edit.
+class _OpenPut:
+    """A put of a number, to whose positions those of the next ones are added: many forbid tokens one by one."""
 
-    A processor often forbids tokens one by one, and an array takes longer to make than a list to extend.
-    """
+    __slots__ = ("parts", "value")
 
-    __slots__ = ("positions", "value")
-
-    def __init__(self, positions: list[int], value: float) -> None:
-        self.positions = positions
+    def __init__(self, value: float) -> None:
         self.value = value
+        self.parts: list[Positions] = []
 
 
 class EditLog:
     """Records edits of float32 [num_rows, vocab_size] logits, in order.
 
-    It copies positions and vectors, because their owner may change them. It shares uint32 positions, the lists of
-    `put_each` and the operands of single elements, which belong to it from then on. It checks nothing.
+    It copies rows, masks and the vectors of whole rows. The arrays of positions and of their operands belong to it from
+    then on. It checks nothing.
 
     Args:
         num_rows: rows of the call.
@@ -85,43 +81,30 @@ class EditLog:
         vectors: those of earlier calls; None: of this call alone.
     """
 
-    __slots__ = (
-        "_edits",
-        "_most_edits",
-        "_most_touched",
-        "_num_registers",
-        "_num_steps",
-        "_num_touched",
-        "num_rows",
-        "vectors",
-        "vocab_size",
-    )
+    __slots__ = ("_edits", "_num_registers", "_num_steps", "_num_touched", "num_rows", "vectors", "vocab_size")
 
     def __init__(self, num_rows: int, vocab_size: int, vectors: RecentVectors | None = None) -> None:
         self.num_rows = num_rows
         self.vocab_size = vocab_size
-        self._edits: list[Edit | _NumberPut] = []
+        self.vectors = vectors or RecentVectors()
+        self._edits: list[Edit | _OpenPut] = []
         self._num_registers = 0
         self._num_steps = 0
         self._num_touched = 0
-        self._most_edits = MAX_EDITS + MAX_EDITS_PER_ROW * num_rows
-        self._most_touched = MAX_TOUCHED * num_rows * vocab_size
-        self.vectors = vectors or RecentVectors()
 
     def copy(self) -> EditLog:
         """Return a log with the same edits, to which others may be added."""
         copy = EditLog(self.num_rows, self.vocab_size, self.vectors)
-        copy._edits += self.edits
-        copy._take_counts(self)
+        copy.extend(self, 0)
         return copy
 
     @property
     def edits(self) -> list[Edit]:
-        """The edits so far."""
+        """The edits so far. Nothing is added to any of them any more."""
         edits = self._edits
         for number, edit in enumerate(edits):
-            if type(edit) is _NumberPut:
-                edits[number] = Put(np.array(edit.positions, _DTYPE), edit.value)
+            if type(edit) is _OpenPut:
+                edits[number] = Put(_joined(edit.parts), edit.value)
         return edits  # type: ignore[return-value]  # there are no others now
 
     @property
@@ -132,31 +115,25 @@ class EditLog:
     @property
     def is_full(self) -> bool:
         """True if the log is too long to be sent."""
-        return len(self._edits) + self._num_steps > self._most_edits or self._num_touched > self._most_touched
+        return (
+            len(self._edits) + self._num_steps > MAX_EDITS + MAX_EDITS_PER_ROW * self.num_rows
+            or self._num_touched > MAX_TOUCHED * self.num_rows * self.vocab_size
+        )
 
-    def put(self, positions: AnyPositions, value: Operand) -> None:
-        """Put one value, or float32 [positions], at positions, int64 [n]."""
-        put = Put(_positions(positions), value)
+    def put(self, positions: AnyPositions, value: float) -> None:
+        """Put a value at positions."""
+        if len(positions) == 0:
+            return
         last = self._edits[-1] if self._edits else None
-        if type(last) is Put and len(last.positions) < _MAX_JOINED and same_number(last.values, put.values):
-            # A processor often forbids tokens row by row.
-            self._edits.pop()
-            put = Put(np.concatenate((last.positions, put.positions)), put.values)
-            self._num_touched -= POSITION_COST * len(last.positions)
-        self._add(put, POSITION_COST * len(put.positions))
-
-    def put_each(self, positions: list[int], value: float) -> None:
-        """Put a value at a few positions."""
-        last = self._edits[-1] if self._edits else None
-        if type(last) is _NumberPut and same_number(last.value, value):
-            last.positions += positions
-        elif positions:
-            self._edits.append(_NumberPut(positions, value))
+        if type(last) is not _OpenPut or not same_number(last.value, value):
+            last = _OpenPut(value)
+            self._edits.append(last)
+        last.parts.append(_numbers(positions))
         self._num_touched += POSITION_COST * len(positions)
 
     def fill(self, rows: Sequence[int], value: float) -> None:
         """Put a value in whole rows."""
-        self._add(Fill(_positions(rows), value), len(rows) * self.vocab_size)
+        self._add(Fill(_numbers(rows), value), len(rows) * self.vocab_size)
 
     def save(self, positions: AnyPositions) -> int:
         """Copy the values at positions. Return the number of the register that has them."""
@@ -164,56 +141,49 @@ class EditLog:
             return -1  # `restore` ignores it too
         register = self._num_registers
         self._num_registers += 1
-        self._add(Save(_positions(positions), register), POSITION_COST * len(positions))
+        self._add(Save(_numbers(positions), register), POSITION_COST * len(positions))
         return register
 
-    def restore(
-        self,
-        positions: AnyPositions,
-        register: int,
-        arithmetic: Sequence[tuple[str, Operand]] = (),
-    ) -> None:
-        """Put the values of a register at positions after some arithmetic, see `OPERATORS`.
+    def restore(self, positions: AnyPositions, register: int, arithmetic: Sequence[tuple[str, Operand]] = ()) -> None:
+        """Put the values of a register at distinct positions after some arithmetic, see `ARITHMETIC`.
 
         Operands are numbers or float32 [positions].
         """
-        steps = tuple(arithmetic)
-        self._num_steps += len(steps)
-        self._add(Restore(_positions(positions), register, steps), len(positions) * (POSITION_COST + len(steps)))
+        self._add_arithmetic(Restore(_numbers(positions), register, tuple(arithmetic)))
 
     def edit_positions(self, positions: AnyPositions, arithmetic: Sequence[tuple[str, Operand]]) -> None:
         """Apply arithmetic to the values at distinct positions, see `restore`."""
-        steps = tuple(arithmetic)
-        self._num_steps += len(steps)
-        self._add(EditPositions(_positions(positions), steps), len(positions) * (POSITION_COST + len(steps)))
+        self._add_arithmetic(EditPositions(_numbers(positions), tuple(arithmetic)))
 
     def edit_rows(self, rows: Sequence[int], operator: str, operand: Operand) -> None:
         """Apply an operator to whole rows; the operand is a number or float32 [vocab]."""
         own = self.vectors.copy_of(operand) if isinstance(operand, np.ndarray) else operand
-        self._add(EditRows(_positions(rows), operator, own), len(rows) * self.vocab_size)
+        self._add(EditRows(_numbers(rows), operator, own), len(rows) * self.vocab_size)
 
     def put_rows(self, rows: Sequence[int], values: Floats) -> None:
         """Put the same float32 [vocab] in whole rows."""
-        self._add(PutRows(_positions(rows), self.vectors.copy_of(values)), len(rows) * self.vocab_size)
+        self._add(PutRows(_numbers(rows), self.vectors.copy_of(values)), len(rows) * self.vocab_size)
 
     def put_mask(self, rows: Sequence[int], mask: torch.Tensor, value: float) -> None:
         """Put a value where a mask, bool [vocab] for all rows or [rows, vocab], is set."""
         bits = np.packbits(np.atleast_2d(mask.detach().numpy()), axis=1)
-        self._add(PutMask(_positions(rows), bits, value), len(rows) * self.vocab_size)
+        self._add(PutMask(_numbers(rows), bits, value), len(rows) * self.vocab_size)
 
     def extend(self, other: EditLog, start: int) -> None:
         """Add the edits of another log from number `start` on; before that, it has the same edits as this one."""
         self._edits += other.edits[start:]
-        self._take_counts(other)
+        self._num_registers, self._num_steps = other._num_registers, other._num_steps
+        self._num_touched = other._num_touched
 
     def apply_to(self, logits: torch.Tensor) -> dict[int, torch.Tensor]:
         """Apply the edits to float32 [num_rows, vocab_size] logits, in place. Return the registers."""
         (registers,) = apply_edits(logits, [(range(self.num_rows), self.edits)])
         return {number: torch.as_tensor(values) for number, values in registers.items()}
 
-    def _take_counts(self, other: EditLog) -> None:
-        self._num_registers, self._num_steps = other._num_registers, other._num_steps
-        self._num_touched = other._num_touched
+    def _add_arithmetic(self, edit: Restore | EditPositions) -> None:
+        num_steps = len(edit.arithmetic)
+        self._num_steps += num_steps
+        self._add(edit, len(edit.positions) * (POSITION_COST + num_steps))
 
     def _add(self, edit: Edit, num_touched: int) -> None:
         if num_touched:
@@ -221,12 +191,9 @@ class EditLog:
             self._num_touched += num_touched
 
 
-def _positions(numbers: AnyPositions) -> Positions:
-    if isinstance(numbers, np.ndarray) and numbers.dtype == _DTYPE:
-        return numbers
-    if isinstance(numbers, torch.Tensor):
-        positions: Positions = numbers.numpy().astype(_DTYPE)
-        return positions
-    if type(numbers) is range:
-        return np.arange(numbers.start, numbers.stop, numbers.step, dtype=_DTYPE)
-    return np.array(numbers, _DTYPE)
+def _numbers(numbers: AnyPositions) -> Positions:
+    return np.asarray(numbers, np.uint32)
+
+
+def _joined(parts: list[Positions]) -> Positions:
+    return np.concatenate(parts) if len(parts) > 1 else parts[0]

@@ -23,6 +23,7 @@ from .edit_operations import (
     PutMask,
     Restore,
     Save,
+    WithPositions,
 )
 from .merged_edits import apply_edits
 
@@ -62,16 +63,14 @@ def select_rows(edits: GroupEdits, rows: Sequence[int], num_rows: int, vocab_siz
 
 def _selected(edits: GroupEdits, place: npt.NDArray[np.int64], vocab_size: int) -> Iterator[Edit]:
     for edit in edits:
-        if isinstance(edit, Put | Save | Restore | EditPositions):
+        if isinstance(edit, WithPositions):
             numbers, token_ids = np.divmod(edit.positions.astype(np.int64), vocab_size)
             chosen = place[numbers] >= 0
             if not chosen.any():
                 continue
             positions = place[numbers[chosen]] * vocab_size + token_ids[chosen]
-            if isinstance(edit, Put):
-                yield Put(positions, _of(edit.values, chosen))
-            elif isinstance(edit, Save):
-                yield Save(positions, edit.register)
+            if isinstance(edit, Put | Save):
+                yield edit._replace(positions=positions)
             else:
                 steps = tuple((operator, _of(operand, chosen)) for operator, operand in edit.arithmetic)
                 yield edit._replace(positions=positions, arithmetic=steps)

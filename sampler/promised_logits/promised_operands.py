@@ -6,21 +6,18 @@ None stands for all others: such a call is left to PyTorch.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from logitship.sampler.edits.edit_operations import FEW, Floats, Operand, Positions
+from logitship.sampler.edits.edit_operations import Floats, Operand, Positions
 from logitship.sampler.edits.logit_edits import EditLog
 
 _MAX_FLOAT = float(np.finfo(np.float32).max)
-_INFINITIES = (math.inf, -math.inf)
 _EXACT_INT = 1 << 53
 _FEW = 8
-"""A dense operand is recorded as a number and exceptions from it if at most one in this many elements is one."""
+"""A tensor is recorded as a number and exceptions from it if at most one in this many elements is one."""
 _SAMPLE = 32
 """Approximate number of elements in the sample that is examined before all elements are."""
 
@@ -37,23 +34,16 @@ def is_plain(value: Any, dtype: torch.dtype) -> bool:
     )
 
 
-def scalar_of(value: Any, max_dims: int = 0) -> float | None:
-    """Return a number whose conversion to float32 is unambiguous; None for anything else.
-
-    Args:
-        value: the number, or a tensor with one element.
-        max_dims: most dimensions of such a tensor.
-    """
+def scalar_of(value: Any) -> float | None:
+    """Return a number whose conversion to float32 is unambiguous; None for anything else."""
     kind = type(value)
     if kind is float:
         number = value
-    elif kind is np.float64:
-        number = float(value)
     elif kind is int:
         if abs(value) > _EXACT_INT:
             return None
         number = float(value)
-    elif kind is torch.Tensor and value.numel() == 1 and value.ndim <= max_dims and is_plain(value, torch.float32):
+    elif is_plain(value, torch.float32) and value.ndim == 0:
         number = value.item()
     else:
         return None
@@ -62,7 +52,7 @@ def scalar_of(value: Any, max_dims: int = 0) -> float | None:
 
 def _is_certain(number: float) -> bool:
     # No NaN: one with a payload would lose it.
-    return -_MAX_FLOAT <= number <= _MAX_FLOAT or number in _INFINITIES
+    return -_MAX_FLOAT <= number <= _MAX_FLOAT or math.isinf(number)
 
 
 def operand_of(value: Any, shape: tuple[int, ...]) -> Operand | None:
@@ -70,118 +60,86 @@ def operand_of(value: Any, shape: tuple[int, ...]) -> Operand | None:
     number = scalar_of(value)
     if number is not None:
         return number
-    if not _can_broadcast(value, shape):
-        return None
-    return (value if value.shape == shape else value.expand(shape)).numpy().flatten()  # type: ignore[no-any-return]
-
-
-def constant_of(value: Any, shape: tuple[int, ...]) -> float | None:
-    """Return a number, or that of a tensor with the same number everywhere that can be broadcast to the shape."""
-    number = scalar_of(value)
-    if number is not None or not _can_broadcast(value, shape) or value.numel() == 0:
-        return number
-    found = _Background.of(value.numpy())
-    return None if found is None or len(found.places) else found.number
+    return value.expand(shape).numpy().flatten() if _can_broadcast(value, shape) else None
 
 
 def _can_broadcast(value: Any, shape: tuple[int, ...]) -> bool:
     """Return whether this is float32 that can be broadcast to a shape."""
-    if not is_plain(value, torch.float32) or value.ndim > len(shape):
-        return False
-    if value.shape in (shape, shape[-1:]):
-        return True
-    return all(size in (1, wanted) for size, wanted in zip(reversed(value.shape), reversed(shape), strict=False))
+    return (
+        is_plain(value, torch.float32)
+        and value.ndim <= len(shape)
+        and all(size in (1, wanted) for size, wanted in zip(reversed(value.shape), reversed(shape), strict=False))
+    )
 
 
-class DenseOperand:
-    """A tensor that is an operand of whole rows.
+def calculate_rows(log: EditLog, rows: range, shape: tuple[int, ...], operator: str, operand: Any) -> bool:
+    """Record an operator on whole rows. Return False if the operand is no number, and cannot be broadcast to them.
 
     Args:
-        values: float32 [rows or 1, vocab or 1].
+        log: records it.
         rows: the rows.
-        vocab_size: number of columns.
+        shape: their shape, [rows, vocab], or [vocab] for one row.
+        operator: see `ARITHMETIC`.
+        operand: the author's.
     """
+    number = scalar_of(operand)
+    if number is not None:
+        log.edit_rows(rows, operator, number)
+        return True
+    if not rows or not _can_broadcast(operand, shape) or operand.ndim == 0 or operand.numel() == 0:
+        return False
+    values: Floats = np.ascontiguousarray(operand.numpy()).reshape(-1, operand.shape[-1])
+    if values.shape[1] < shape[-1]:
+        numbers = [*map(scalar_of, operand.reshape(-1))]
+        if None in numbers:
+            return False
+        parts: list[Operand] = numbers  # type: ignore[assignment]  # none is None
+    elif _calculate_exceptions(log, rows, shape[-1], operator, values):
+        return True
+    else:
+        parts = [*values]
+    for part_rows, part in [(rows, parts[0])] if len(parts) == 1 else zip(([row] for row in rows), parts, strict=True):
+        log.edit_rows(part_rows, operator, part)
+    return True
 
-    def __init__(self, values: Floats, rows: Sequence[int], vocab_size: int) -> None:
-        self._values = values
-        self._rows = rows
-        self._vocab_size = vocab_size
 
-    @classmethod
-    def of(cls, value: Any, rows: Sequence[int], shape: tuple[int, ...]) -> DenseOperand | None:
-        """Return the operand if this can be broadcast to whole rows, which have that shape."""
-        if not rows or not _can_broadcast(value, shape) or value.numel() == 0:
-            return None
-        values: Floats = value.numpy()
-        if values.ndim < 2:
-            values = values.reshape(1, -1)
-        is_column = values.shape[1] < shape[-1]
-        if is_column and not all(map(_is_certain, values[:, 0].tolist())):
-            return None
-        return cls(values, rows, shape[-1])
+def _calculate_exceptions(log: EditLog, rows: range, vocab_size: int, operator: str, values: Floats) -> bool:
+    """Record an operator on whole rows whose operand is nearly always the same number; False if it is not.
 
-    def put(self, log: EditLog) -> None:
-        """Record its assignment to the rows."""
-        exceptions = self._exceptions()
-        if exceptions is not None:
-            background, positions, values = exceptions
-            log.fill(self._rows, background)
-            log.put(positions, values)
-            return
-        for rows, operand in self._parts():
-            if isinstance(operand, np.ndarray):
-                log.put_rows(rows, operand)
-            else:
-                log.fill(rows, operand)
+    Args:
+        log: see `calculate_rows`.
+        rows: see `calculate_rows`.
+        vocab_size: number of columns.
+        operator: see `ARITHMETIC`.
+        values: float32 [rows or 1, vocab].
+    """
+    background = _background(values)
+    if background is None:
+        return False
+    own_rows, columns = (values.view(np.int32) != np.float32(background).view(np.int32)).nonzero()
+    exceptions = values[own_rows, columns]
+    if len(values) < len(rows):
+        own_rows = np.repeat(np.arange(len(rows)), len(columns))
+        columns, exceptions = np.tile(columns, len(rows)), np.tile(exceptions, len(rows))
+    if len(columns) * _FEW > len(rows) * vocab_size:
+        return False
+    positions: Positions = np.array(rows, np.int64)[own_rows] * vocab_size + columns
+    steps = ((operator, exceptions),)
+    if _changes_nothing(operator, background):
+        log.edit_positions(positions, steps)
+    else:
+        register = log.save(positions)
+        log.edit_rows(rows, operator, background)
+        log.restore(positions, register, steps)
+    return True
 
-    def calculate(self, log: EditLog, operator: str) -> None:
-        """Record an operator on the rows."""
-        exceptions = self._exceptions()
-        if exceptions is not None:
-            background, positions, values = exceptions
-            steps = ((operator, values),)
-            if _changes_nothing(operator, background):
-                log.edit_positions(positions, steps)
-            elif operator == "+" and background == 0.0 and _has_no_zero(values):
-                # Adding 0.0 turns -0.0 into 0.0, and both have the same sum with any other number.
-                log.edit_rows(self._rows, operator, background)
-                log.edit_positions(positions, steps)
-            else:
-                register = log.save(positions)
-                log.edit_rows(self._rows, operator, background)
-                log.restore(positions, register, steps)
-            return
-        for rows, operand in self._parts():
-            log.edit_rows(rows, operator, operand)
 
-    def _exceptions(self) -> tuple[float, Positions, Operand] | None:
-        """Return the number of nearly all elements, the positions of all others, and their values."""
-        if self._values.shape[1] < self._vocab_size:
-            return None
-        found = _Background.of(self._values)
-        if found is None:
-            return None
-        places, values = found.places, found.values
-        if len(self._values) > 1:
-            own_rows, columns = np.divmod(places, self._vocab_size)
-            positions = np.array(self._rows, np.int64)[own_rows] * self._vocab_size + columns
-        elif len(self._rows) == 1:
-            positions = places + self._rows[0] * self._vocab_size
-        elif len(places) * len(self._rows) * _FEW > self._vocab_size:
-            return None
-        else:
-            positions = (np.array(self._rows, np.int64)[:, None] * self._vocab_size + places).reshape(-1)
-            values = np.tile(values, len(self._rows))
-        number = _only_number(values)
-        return found.number, positions.astype(np.uint32), values if number is None else number
-
-    def _parts(self) -> list[tuple[Sequence[int], Operand]]:
-        """Return rows and their operands."""
-        is_column = self._values.shape[1] < self._vocab_size
-        parts: list[Operand] = self._values[:, 0].tolist() if is_column else list(self._values)
-        if len(parts) == 1:
-            return [(self._rows, parts[0])]
-        return [((row,), part) for row, part in zip(self._rows, parts, strict=True)]
+def _background(values: Floats) -> float | None:
+    """Return the number that two in three elements seem to be; None if there is none."""
+    sample = values.reshape(-1)[:: values.size // _SAMPLE + 1].copy().view(np.int32)
+    bits, counts = np.unique(sample, return_counts=True)
+    number = float(bits[counts.argmax()].view(np.float32))
+    return number if counts.max() * 3 >= len(sample) * 2 and _is_certain(number) else None
 
 
 def _changes_nothing(operator: str, number: float) -> bool:
@@ -189,39 +147,4 @@ def _changes_nothing(operator: str, number: float) -> bool:
     if operator in ("*", "/"):
         return number == 1.0
     # -0.0 + 0.0 is 0.0.
-    return operator in ("+", "-") and number == 0.0 and math.copysign(1.0, number) == (-1.0 if operator == "+" else 1.0)
-
-
-def _has_no_zero(values: Operand) -> bool:
-    return bool(values.all()) if isinstance(values, np.ndarray) else values != 0.0
-
-
-def _only_number(values: Floats) -> float | None:
-    """Return the number that float32 [n] consists of; None if there are others, or it has no elements."""
-    bits = values.view(np.int32)
-    is_same = len(set(bits.tolist())) == 1 if len(bits) <= FEW else bool((bits == bits[0]).all())
-    number = float(values[0]) if is_same else math.nan
-    return number if _is_certain(number) else None
-
-
-class _Background(NamedTuple):
-    """The number of nearly all elements of a tensor, and the places and values of the others."""
-
-    number: float
-    places: npt.NDArray[np.intp]
-    values: Floats
-
-    @classmethod
-    def of(cls, values: Floats) -> _Background | None:
-        """Return the background of float32 values, of any shape; None if there is none."""
-        flat = values.reshape(-1)
-        bits = flat.view(np.int32)
-        sample = bits[:: len(bits) // _SAMPLE + 1].tolist()
-        # Its number is that of two in three elements, if not by chance.
-        first, middle, last = sample[0], sample[len(sample) // 2], sample[-1]
-        likely = first if first in (middle, last) else middle
-        number = float(np.int32(likely).view(np.float32))
-        if not _is_certain(number) or sample.count(likely) * 3 < len(sample) * 2:
-            return None
-        (places,) = (bits != likely).nonzero()
-        return cls(number, places, flat[places]) if len(places) * _FEW <= len(bits) else None
+    return number == 0.0 and math.copysign(1.0, number) == (-1.0 if operator == "+" else 1.0)

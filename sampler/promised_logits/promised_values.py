@@ -5,17 +5,16 @@ Every method that returns None or False has done nothing: the operation is then 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
-from logitship.sampler.edits.edit_operations import MAX_STEPS, Operand
+from logitship.sampler.edits.edit_operations import ARITHMETIC, MAX_STEPS, Operand
 
-from .promised_index import Cells, Mask, Rows, Selection, few_positions, is_everything, plain_index
+from .promised_index import Cells, Mask, Rows, Selection, select
 from .promised_memory import Memory
-from .promised_operands import DenseOperand, is_plain, operand_of, scalar_of
+from .promised_operands import calculate_rows, is_plain, operand_of, scalar_of
 
 _FEW = 32
 """A mask is recorded as positions if it is set for at most one in this many elements."""
@@ -64,109 +63,60 @@ class LogitsView:
                 self.made = values[self.rows.start : self.rows.stop : self.rows.step]
         return self.made
 
-    def alias(self) -> LogitsView | None:
-        """Return another view of the same rows."""
-        return LogitsView(self.memory, self.rows, self.is_one) if self.memory.is_pending else None
-
-    def split(self) -> list[State] | None:
+    def split(self) -> list[LogitsView] | None:
         """Return its rows."""
         if self.is_one or not self.memory.is_pending:
             return None
         return [LogitsView(self.memory, self.rows[at : at + 1], is_one=True) for at in range(len(self.rows))]
 
     def select(self, index: Any) -> Selection | None:
-        """Return what an index selects; None if that is not certain."""
-        source = self.memory.source
-        return source.recent.selections.select(self.rows, self.is_one, source.vocab_size, index)
+        """Return what an index selects; None if it is of another form."""
+        if not self.memory.is_pending:
+            return None
+        return select(self.rows, self.is_one, self.memory.source.vocab_size, index)
 
     def get(self, index: Any) -> State | None:
         """Return what an index selects."""
-        if not self.memory.is_pending:
-            return None
         chosen = self.select(index)
-        if isinstance(chosen, Rows):
-            return self._rows_at(chosen)
         if isinstance(chosen, Mask):
             chosen = chosen.cells(self.memory.source.vocab_size)
+        if isinstance(chosen, Rows):
+            return LogitsView(self.memory, chosen.rows, chosen.is_one)
         if chosen is None:
             return None
         return CellView(self, index, chosen) if chosen.is_view else Values.saved(self.memory, chosen)
 
-    def _rows_at(self, chosen: Rows) -> State | None:
-        if chosen.is_view and isinstance(chosen.rows, range):
-            return LogitsView(self.memory, chosen.rows, chosen.is_one)
-        if chosen.is_one:
-            row = chosen.rows[0]
-            return LogitsView(self.memory, range(row, row + 1), is_one=True)
-        return None
-
     def put(self, index: Any, value: Any) -> bool:
         """Assign to what an index selects."""
-        if not self.memory.is_pending:
-            return False
-        number = scalar_of(value)
-        return self._put_value(index, value) if number is None else self._put_number(index, number)
-
-    def _put_number(self, index: Any, number: float) -> bool:
-        memory = self.memory
-        positions = few_positions(self.rows, self.is_one, memory.source.vocab_size, index)
-        if positions is not None:
-            memory.log.put_each(positions, number)
-        elif is_everything(index):
-            memory.log.fill(self.rows, number)
-        else:
-            chosen = self.select(index)
-            if isinstance(chosen, Cells):
-                memory.log.put(chosen.positions, number)
-            elif isinstance(chosen, Rows):
-                memory.log.fill(chosen.rows, number)
-            elif isinstance(chosen, Mask):
-                put_mask(memory, chosen.rows, chosen.mask, number)
-            else:
-                return False
-        memory.limit()
-        return True
-
-    def _put_value(self, index: Any, value: Any) -> bool:
-        memory = self.memory
-        chosen = self.select(index)
-        if isinstance(chosen, Rows):
-            shape = (len(chosen.rows), memory.source.vocab_size)
-            return self._put_rows(chosen.rows, shape[1:] if chosen.is_one else shape, value)
+        chosen, number = self.select(index), scalar_of(value)
         if isinstance(chosen, Mask):
-            chosen = chosen.cells(memory.source.vocab_size)
-        return chosen is not None and put_cells(memory, chosen, value)
-
-    def _put_rows(self, rows: Sequence[int], shape: tuple[int, ...], value: Any) -> bool:
-        """Assign a tensor to whole rows; `shape` is that of the destination."""
-        if isinstance(value, LogitsView):
-            return self._put_promised(rows, shape, value)
-        if is_plain(value, torch.float32) and value.ndim == len(shape) + 1 and len(value) == 1:
-            value = value[0]
-        operand = DenseOperand.of(value, rows, shape)
-        if operand is None:
+            if number is not None:
+                return self._put_mask(chosen, number)
+            chosen = chosen.cells(self.memory.source.vocab_size)
+        if isinstance(chosen, Cells):
+            return _put_cells(self.memory, chosen, value)
+        if chosen is None:
             return False
-        operand.put(self.memory.log)
+        if isinstance(value, LogitsView):
+            # Promised rows are assigned to the same rows only: themselves, or what was computed from them since.
+            is_same = (value.rows, value.is_one) == chosen
+            return is_same and (value.memory is self.memory or self.memory.take_back(value.memory, value.rows))
+        if number is not None:
+            self.memory.log.fill(chosen.rows, number)
+        elif is_plain(value, torch.float32) and value.shape == self.shape[-1:]:
+            self.memory.log.put_rows(chosen.rows, value.numpy())
+        else:
+            return False
         self.memory.limit()
         return True
 
-    def _put_promised(self, rows: Sequence[int], shape: tuple[int, ...], value: LogitsView) -> bool:
-        """Assign promised rows to the same rows: themselves, or what was computed from them since."""
-        if tuple(value.rows) != tuple(rows) or value.shape != shape:
-            return False
-        memory, other = self.memory, value.memory
-        if other is memory:
-            return True
-        start = other.base_length
-        if other.base is not memory or len(memory.log.edits) != start or not other.is_pending:
-            return False
-        if start and memory.log.edits[-1] is not other.log.edits[start - 1]:
-            return False
-        touched = (edit.touched(memory.source.vocab_size) for edit in other.log.edits[start:])
-        if not all(set(range(part.start, part.stop)) <= set(rows) for part in touched):
-            return False
-        memory.log.extend(other.log, start)
-        memory.limit()
+    def _put_mask(self, chosen: Mask, number: float) -> bool:
+        bits = chosen.mask.numpy()
+        if np.count_nonzero(bits) * _FEW <= bits.size:
+            self.memory.log.put(chosen.cells(self.memory.source.vocab_size).positions, number)
+        else:
+            self.memory.log.put_mask(chosen.rows, chosen.mask, number)
+        self.memory.limit()
         return True
 
     def copy(self) -> LogitsView | None:
@@ -178,37 +128,19 @@ class LogitsView:
     def calculate(self, operator: str, operand: Any) -> bool:
         """Apply an operator to all elements, in place."""
         memory = self.memory
-        if not memory.is_pending or not self.rows:
+        if not memory.is_pending or not calculate_rows(memory.log, self.rows, self.shape, operator, operand):
             return False
-        number = scalar_of(operand, max_dims=len(self.shape))
-        if number is not None:
-            memory.log.edit_rows(self.rows, operator, number)
-        else:
-            dense = DenseOperand.of(operand, self.rows, self.shape)
-            if dense is None:
-                return False
-            dense.calculate(memory.log, operator)
         memory.limit()
         return True
 
     def fill_mask(self, mask: Any, value: Any) -> bool:
         """Put a value where a mask is set, in place."""
-        memory = self.memory
         number = scalar_of(value)
-        if not memory.is_pending or number is None or not is_plain(mask, torch.bool):
+        if not self.memory.is_pending or number is None or not is_plain(mask, torch.bool):
             return False
-        vocab_size = memory.source.vocab_size
-        if mask.shape == (len(self.rows), 1) and not self.is_one:
-            chosen = [row for row, is_set in zip(self.rows, mask.squeeze(1).tolist(), strict=True) if is_set]
-            memory.log.fill(chosen, number)
-        elif mask.shape == (1, vocab_size) and not self.is_one:
-            put_mask(memory, self.rows, mask[0], number)
-        elif mask.shape in ((vocab_size,), self.shape):
-            put_mask(memory, self.rows, mask, number)
-        else:
+        if mask.shape not in (self.shape[-1:], self.shape):
             return False
-        memory.limit()
-        return True
+        return self._put_mask(Mask(self.rows, mask, self.is_one), number)
 
 
 class CellView:
@@ -222,8 +154,7 @@ class CellView:
         self.memory = parent.memory
         self.shape = cells.shape
         self._parent = parent
-        # A tensor in it may change until the logits are there.
-        self._index = tuple(map(plain_index, index)) if type(index) is tuple else plain_index(index)
+        self._index = index  # numbers and slices, which do not change
         self._cells = cells
         self.made: torch.Tensor | None = None
 
@@ -235,26 +166,10 @@ class CellView:
             self.made = LogitsView(parent.memory, parent.rows, parent.is_one).real[self._index]
         return self.made
 
-    def alias(self) -> None:
-        """Return None: other views of it are not recorded."""
-
-    def split(self) -> None:
-        """Return None: its elements have no states of their own."""
-
-    def get(self, index: Any) -> None:
-        """Return None: its elements have no states of their own."""
-
-    def put(self, index: Any, value: Any) -> bool:
-        """Assign to all elements."""
-        # A slice of a single element raises.
-        if not self.memory.is_pending or not is_everything(index) or (not self.shape and index is not Ellipsis):
-            return False
-        return put_cells(self.memory, self._cells, value)
-
-    def is_same(self, cells: Cells) -> bool:
+    def is_same(self, memory: Memory, cells: Cells) -> bool:
         """Return whether these are its elements."""
         own = self._cells
-        return own is cells or (own.shape == cells.shape and np.array_equal(own.positions, cells.positions))
+        return memory is self.memory and own.shape == cells.shape and np.array_equal(own.positions, cells.positions)
 
     def copy(self) -> Values | None:
         """Return a copy with values of its own."""
@@ -264,10 +179,6 @@ class CellView:
         """Apply an operator to all elements, in place."""
         return self.memory.is_pending and calculate_cells(self.memory, self._cells, operator, operand)
 
-    def fill_mask(self, mask: Any, value: Any) -> bool:
-        """Return False: such masks are not recorded."""
-        return False
-
 
 class Values:
     """Values copied from a memory, after some arithmetic.
@@ -276,28 +187,36 @@ class Values:
         memory: the memory.
         register: number of the register that has the values of `cells`, of each position once.
         cells: their positions.
-        arithmetic: what was computed, see `OPERATORS`.
+        are_distinct: True if no position occurs twice.
+        arithmetic: what was computed, see `ARITHMETIC`; only with numbers if a position occurs twice.
     """
 
-    __slots__ = ("_arithmetic", "_cells", "_register", "made", "memory", "shape")
+    __slots__ = ("_are_distinct", "_arithmetic", "_cells", "_register", "made", "memory", "shape")
 
     is_contiguous = True
 
     def __init__(
-        self, memory: Memory, register: int, cells: Cells, arithmetic: tuple[tuple[str, Operand], ...] = ()
+        self,
+        memory: Memory,
+        register: int,
+        cells: Cells,
+        are_distinct: bool,
+        arithmetic: tuple[tuple[str, Operand], ...] = (),
     ) -> None:
         self.memory = memory
         self.shape = cells.shape
         self._register = register
         self._cells = cells
+        self._are_distinct = are_distinct
         self._arithmetic = arithmetic
         self.made: torch.Tensor | None = None
 
     @classmethod
     def saved(cls, memory: Memory, cells: Cells) -> Values:
         """Copy elements of a memory."""
-        positions = cells.positions if cells.is_unique else np.unique(cells.positions)
-        values = cls(memory, memory.log.save(positions), cells)
+        are_distinct = cells.are_distinct
+        positions = cells.positions if are_distinct else np.unique(cells.positions)
+        values = cls(memory, memory.log.save(positions), cells, are_distinct)
         memory.limit()
         return values
 
@@ -309,60 +228,44 @@ class Values:
             positions = self._cells.positions
             if len(positions) == 0:
                 values = torch.empty(0, dtype=torch.float32)  # not the default of the author's code
-            elif self._cells.is_unique:
+            elif self._are_distinct:
                 values = self.memory.registers[self._register].clone()
             else:
                 inverse = np.unique(positions, return_inverse=True)[1]
                 values = self.memory.registers[self._register][torch.from_numpy(inverse)]
             for operator, operand in self._arithmetic:
-                values = calculated(values, operator, operand)
+                other = torch.from_numpy(operand) if isinstance(operand, np.ndarray) else operand
+                values = ARITHMETIC[operator](values, other)
             self.made = values.view(self.shape)
         return self.made
-
-    def alias(self) -> None:
-        """Return None: other views of it are not recorded."""
-
-    def split(self) -> None:
-        """Return None: its elements have no states of their own."""
-
-    def get(self, index: Any) -> None:
-        """Return None: its elements have no states of their own."""
-
-    def put(self, index: Any, value: Any) -> bool:
-        """Return False: assignments to elements are not recorded."""
-        return False
 
     def copy(self) -> Values | None:
         """Return a copy."""
         if self.made is not None:
             return None
-        return Values(self.memory, self._register, self._cells, self._arithmetic)
+        return Values(self.memory, self._register, self._cells, self._are_distinct, self._arithmetic)
 
     def calculate(self, operator: str, operand: Any) -> bool:
         """Apply an operator to all elements, in place."""
-        if self.made is not None or len(self._arithmetic) == MAX_STEPS:
-            return False
         step = operand_of(operand, self.shape)
-        if step is None or (isinstance(step, np.ndarray) and not self._cells.is_unique):
+        if self.made is not None or len(self._arithmetic) == MAX_STEPS or step is None:
+            return False
+        if isinstance(step, np.ndarray) and not self._are_distinct:
             return False
         self._arithmetic = (*self._arithmetic, (operator, step))
         return True
-
-    def fill_mask(self, mask: Any, value: Any) -> bool:
-        """Return False: such masks are not recorded."""
-        return False
 
     def restore(self, memory: Memory, cells: Cells) -> bool:
         """Put the values at positions of their memory."""
         if memory is not self.memory or self.made is not None or self.shape != cells.shape:
             return False
         positions = cells.positions
-        if not self._cells.is_unique:
+        if not self._are_distinct:
             # Several values for a position are the same, if they go back to where they are from.
             if not np.array_equal(positions, self._cells.positions):
                 return False
             positions = np.unique(positions)
-        elif not cells.is_unique:
+        elif not cells.are_distinct:
             return False
         memory.log.restore(positions, self._register, self._arithmetic)
         memory.limit()
@@ -372,63 +275,25 @@ class Values:
 State: TypeAlias = LogitsView | CellView | Values
 
 
-def cells_of(state: State, index: Any) -> Cells | None:
-    """Return the elements of logits that an index selects; None if it is not certain, or selects anything else."""
-    if not isinstance(state, LogitsView) or not state.memory.is_pending:
-        return None
-    chosen = state.select(index)
-    return chosen if isinstance(chosen, Cells) else None
-
-
-def put_cells(memory: Memory, cells: Cells, value: Any) -> bool:
-    """Assign a number, a tensor or promised values to elements."""
+def _put_cells(memory: Memory, cells: Cells, value: Any) -> bool:
+    """Assign a number or promised values to elements."""
     if isinstance(value, Values):
         return value.restore(memory, cells)
     if isinstance(value, CellView):
-        return value.memory is memory and value.is_same(cells)
-    operand = operand_of(value, cells.shape)
-    if operand is None or (isinstance(operand, np.ndarray) and not cells.is_unique):
+        return value.is_same(memory, cells)
+    number = scalar_of(value)
+    if number is None:
         return False
-    memory.log.put(cells.positions, operand)
+    memory.log.put(cells.positions, number)
     memory.limit()
     return True
 
 
 def calculate_cells(memory: Memory, cells: Cells, operator: str, operand: Any) -> bool:
     """Apply an operator to distinct elements."""
-    own = operand_of(operand, cells.shape)
-    if own is None:
+    step = operand_of(operand, cells.shape)
+    if step is None:
         return False
-    memory.log.edit_positions(cells.positions, ((operator, own),))
+    memory.log.edit_positions(cells.positions, ((operator, step),))
     memory.limit()
     return True
-
-
-def put_mask(memory: Memory, rows: Sequence[int], mask: torch.Tensor, number: float) -> None:
-    """Put a number where a mask, bool [vocab] or [rows, vocab], is set."""
-    if mask.ndim == 2 and len(rows) == 1:
-        mask = mask[0]
-    bits = mask.numpy()
-    if np.count_nonzero(bits) * _FEW <= bits.size:
-        vocab_size = memory.source.vocab_size
-        starts = np.array(rows, np.int64) * vocab_size
-        if bits.ndim == 1:
-            positions = (starts[:, None] + bits.nonzero()[0]).reshape(-1)
-        else:
-            own_rows, columns = bits.nonzero()
-            positions = starts[own_rows] + columns
-        memory.log.put(positions, number)
-    else:
-        memory.log.put_mask(rows, mask, number)
-
-
-def calculated(values: torch.Tensor, operator: str, operand: Operand) -> torch.Tensor:
-    """Apply an operator to values, as `merged_edits` does."""
-    other = torch.from_numpy(operand) if isinstance(operand, np.ndarray) else operand
-    if operator == "+":
-        return values + other
-    if operator == "-":
-        return values - other
-    if operator == "*":
-        return values * other
-    return values / other if operator == "/" else other - values

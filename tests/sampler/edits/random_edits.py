@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from logitship.sampler.edits.edit_operations import OPERATORS, Edit
+from logitship.sampler.edits.edit_operations import ARITHMETIC, Edit
 from logitship.sampler.edits.logit_edits import EditLog
 from tests.sampler.promised_logits.promised import bits
 
 VOCAB = 21
+OPERATORS = tuple(ARITHMETIC)
 NUMBERS = st.sampled_from([0.0, -0.0, 1.5, -math.inf, math.inf, math.nan, 0.1, -3e38])
 
 
@@ -32,8 +33,6 @@ def logs_by_row(draw: st.DrawFn, rows: int) -> EditLog:
 
     steps: list[Callable[[int], object]] = [
         lambda row: log.put(positions(row), numbers[row % 2]),
-        lambda row: log.put_each(positions(row), numbers[row % 2]),
-        lambda row: log.put(torch.tensor(positions(row)), (vector[:2] + row).numpy()),
         lambda row: log.fill([row], numbers[row % 2]),
         lambda row: registers.update({row: log.save(positions(row))}),
         lambda row: row in registers and log.restore(positions(row), registers[row]),
@@ -67,7 +66,7 @@ def logs(draw: st.DrawFn, rows: int) -> EditLog:
     log = EditLog(rows, VOCAB)
     registers: list[int] = []
     for _ in range(draw(st.integers(0, 6))):
-        kind = draw(st.integers(0, 9))
+        kind = draw(st.integers(0, 8))
         count = draw(st.integers(1, 5))
         unique = draw(st.lists(st.integers(0, rows * VOCAB - 1), min_size=count, max_size=count, unique=True))
         chosen = sorted(draw(st.sets(st.integers(0, rows - 1), min_size=1)))
@@ -77,9 +76,9 @@ def logs(draw: st.DrawFn, rows: int) -> EditLog:
         number = draw(NUMBERS)
         operator = draw(st.sampled_from(OPERATORS))
         if kind == 0:
-            log.put(draw(st.lists(st.integers(0, rows * VOCAB - 1), min_size=1, max_size=6)), number)
+            log.put(draw(st.lists(st.integers(0, rows * VOCAB - 1), max_size=6)), number)
         elif kind == 1:
-            log.put(torch.tensor(unique), values)
+            log.edit_positions(unique, [(operator, draw(st.sampled_from([number, values])))])
         elif kind == 2:
             log.fill(chosen, number)
         elif kind == 3:
@@ -96,8 +95,6 @@ def logs(draw: st.DrawFn, rows: int) -> EditLog:
             log.put_mask(chosen, vector > 0, number)
         elif kind == 8:
             log.put_mask(chosen, torch.randn(len(chosen), VOCAB, generator=generator) > 0, number)
-        elif kind == 9:
-            log.put_each(draw(st.lists(st.integers(0, rows * VOCAB - 1), max_size=3)), number)
     return log
 
 
@@ -109,8 +106,6 @@ def one_by_one(edits: Iterable[Edit], logits: torch.Tensor) -> None:
 
     def calculated(values: Any, operator: str, operand: Any) -> Any:
         other = np.asarray(operand, np.float32)
-        if operator == "r-":
-            return other - values
         function = {"+": np.add, "-": np.subtract, "*": np.multiply, "/": np.divide}[operator]
         return function(values, other)
 
@@ -118,7 +113,7 @@ def one_by_one(edits: Iterable[Edit], logits: torch.Tensor) -> None:
         name = type(edit).__name__
         fields: Any = edit
         if name == "Put":
-            flat[fields.positions] = fields.values
+            flat[fields.positions] = fields.value
         elif name == "Fill":
             array[fields.rows] = fields.value
         elif name == "Save":

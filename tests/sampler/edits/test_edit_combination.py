@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from logitship.sampler.edits.edit_codec import VectorSender, VectorStore, decode, encode
 from logitship.sampler.edits.edit_combination import combine_edits
+from logitship.sampler.edits.edit_operations import Put
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.edits.merged_edits import edit_layers
 from tests.helpers.random_cases import examples
@@ -86,7 +87,7 @@ def test_arithmetic_in_place_is_one_edit() -> None:
     log = EditLog(2, VOCAB)
     log.restore([3, 5], log.save([3, 5]), [("*", 2.0), ("+", np.array([1.0, -1.0], np.float32))])
     assert sent(log) == ["EditPositions"]
-    log.restore([VOCAB], log.save([VOCAB]), [("r-", 1.5)])
+    log.restore([VOCAB], log.save([VOCAB]), [("-", 1.5)])
     log.fill([0], 0.0)
     assert sent(log) == ["EditPositions", "EditPositions", "Fill"]
 
@@ -116,12 +117,12 @@ def test_puts_one_by_one() -> None:
     assert sent(log) == ["PutMask"]
 
 
-def test_long_puts_are_joined_when_sent() -> None:
+def test_puts_of_a_number_are_one_edit() -> None:
     log = EditLog(2, 3 * 4096)
     for _ in range(5):
         log.put(range(4096), -math.inf)
-    assert len(log.edits) == 5
-    assert len(combine_edits(log.edits, 2, 3 * 4096)) == 1
+    log.put([1], 0.0)
+    assert [len(edit.positions) for edit in log.edits if isinstance(edit, Put)] == [5 * 4096, 1]
 
 
 def test_vector_for_each_row() -> None:

@@ -50,7 +50,7 @@ def all_edits() -> EditLog:
     log = EditLog(5, VOCAB)
     vector = torch.randn(VOCAB)
     log.put([1, 2 * VOCAB], -math.inf)
-    log.put(torch.tensor([VOCAB, 1]), vector[:2].numpy())
+    log.edit_positions([VOCAB, 1], [("-", vector[:2].numpy())])
     register = log.save([3, 4])
     log.fill([0, 2], 1.5)
     log.restore([3, 4], register, [("*", 2.0), ("/", vector[:2].numpy())])

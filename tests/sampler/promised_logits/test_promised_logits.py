@@ -15,10 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitship.sampler.edits.edit_operations import EditRows, Put
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.promised_logits.promise import Promise
-from logitship.sampler.promised_logits.promised_index import Cells
 from logitship.sampler.promised_logits.promised_memory import RecentCalls, Source
 from tests.helpers.random_cases import examples
 
@@ -61,10 +59,8 @@ RECORDED = [
     "b = torch.full((V,), -0.0); b[[7, 8]] = 0.0; l += b",
     # positions
     "l[0, ids] = -inf",
-    "l[1, t] = vec[:3]",
     "l[2, np.array(ids)] = 2",
     "l[:, ids] = -inf",
-    "l[:, ids] = src",
     "l[1:, ids] = 0.; l[::2] += 1",
     "l[..., ids] = 2.",
     "l[0, ...] = 2",
@@ -85,18 +81,13 @@ RECORDED = [
     # rows
     "l[0] = -inf",
     "l[:] = 0",
-    "l[[0, 2]] = -inf",
-    "l[torch.tensor([True, False, True])] = -inf",
     "l[0] = vec",
     "l[:] = vec",
+    "l[1:] = vec",
     "l.fill_(2.)",
-    "l.zero_()",
-    "l[0].zero_()",
-    "l[0].copy_(vec)",
     "for row in l: row[ids] = -inf",
     "for at, row in enumerate(l): row[ids] -= 1.0 * at",
     "for row in l.unbind(): row[3] = 1.",
-    "l.select(0, 1)[3] = 1",
     # masks
     "l[0, mask] = -inf",
     "l[0, sparse] = -inf",
@@ -106,11 +97,9 @@ RECORDED = [
     "l[0][mask] = -inf",
     "l.masked_fill_(masks, -inf)",
     "l.masked_fill_(mask, -inf)",
-    "l.masked_fill_(torch.tensor([[True], [False], [True]]), -inf)",
     "l = l.masked_fill(mask, -inf)",
     "l = torch.where(mask, -inf, l)",
     "l = torch.where(mask, l, -inf)",
-    "l = l.where(mask, torch.tensor(-inf))",
     "l[1] = l[1].masked_fill(mask, -inf)",
     "l[0] = torch.where(mask, l[0], -inf)",
     "l[0] = l[0].masked_fill(mask, -inf) + 1",
@@ -123,7 +112,6 @@ RECORDED = [
     "l[0, ids] *= 3",
     "l[0, ids] /= 7",
     "l[0, ids] = l[0, t] / 3 + 1",
-    "l[0, ids] = 1 - l[0, ids]",
     "l[0, ids] = l[1, ids]",
     "l[0, 5] += 1",
     "l[0, 3:7] += 1",
@@ -142,10 +130,7 @@ RECORDED = [
     "l.sub_(1.5)",
     "l.div_(1.7)",
     "l = l + vec",
-    "l = vec + l",
-    "l = vec - l",
     "l = l * 2 - 1",
-    "l = 1 - l",
     "l = torch.add(l, vec)",
     "l = torch.mul(l, 3)",
     "l[0] = l[0] + vec",
@@ -156,26 +141,13 @@ RECORDED = [
     "keep = l[0, 5].clone(); l[0] = -inf; l[0, 5] = keep",
     "l = l.clone(); l[0] = 1",
     "old = l.clone(); l[0] = 1; l = old",
-    "s = l.gather(1, index); l.fill_(-inf); l.scatter_(1, index, s) if False else None",
     # functions
-    "l.scatter_(1, index, -inf)",
-    "l.scatter_(-1, index, src)",
-    "l[0].scatter_(0, t, -inf)",
-    "l = l.scatter(1, index, -inf)",
-    "l.scatter_add_(1, index, src)",
-    "l.index_fill_(1, t, -inf)",
-    "l.index_fill_(0, torch.tensor([0, 2]), -inf)",
-    "l.index_copy_(1, t, src)",
     "l.index_add_(1, t, src)",
     "l[:, t] += 1; l.index_add_(1, t, src); l.index_add_(1, t, src)",
-    "l.index_select(1, t); l[:, ids] = l.index_select(1, t) + 1",
-    "l.index_put_((torch.tensor([0]), torch.tensor([4])), torch.tensor(3.))",
     # nothing of the values
     "pass",
     "l.data[0, ids] = -inf",
     "l.detach()[0, ids] = -inf",
-    "l = l.contiguous().float().to(torch.float32)",
-    "l = l.view(R, V).reshape(-1, V)",
     "assert l.shape == (R, V) and l.size(0) == R and len(l) == R and l.ndim == 2 and l.numel() == R * V",
     "assert l.dtype is torch.float32 and l.device.type == 'cpu' and l.is_contiguous() and not l.requires_grad",
     "assert l[0].shape == (V,) and isinstance(l, torch.Tensor) and torch.is_tensor(l)",
@@ -185,13 +157,44 @@ RECORDED = [
     "l[0, ids] = l.new_full((), -inf)",
     "for x in (l, l[0]): z = torch.empty_like(x); assert z.stride() == x.stride() and z.shape == x.shape",
     "z = l[0].new_zeros(2, 3); assert z.is_contiguous() and z.dtype is torch.float32; l[0] += z[0, 0]",
-    "l[0, ids] = l.new_tensor([4.])",
     "keep = l[0, 5].clone(); l[0, 5] = keep + torch.ones_like(keep)",
     "keep = l[0, ids]; l[0, ids] = keep + torch.full_like(keep, 2.)",
-    "l.scatter_(1, index, value=-1.0); l.scatter_(1, index, src=src)",
-    "torch.manual_seed(3); l[0] += torch.randn_like(l[0])",
     "l.note = 3; l[0, 1] = float(l.note)",
     "with torch.no_grad(): l[0] = 1",
+]
+
+RARE = [
+    # Could be recorded, but are not.
+    "l[1, t] = vec[:3]",
+    "l[:, ids] = src",
+    "l[[0, 2]] = -inf",
+    "l[torch.tensor([True, False, True])] = -inf",
+    "l.zero_()",
+    "l[0].zero_()",
+    "l[0].copy_(vec)",
+    "l.select(0, 1)[3] = 1",
+    "l.masked_fill_(torch.tensor([[True], [False], [True]]), -inf)",
+    "l = l.where(mask, torch.tensor(-inf))",
+    "l[0, ids] = 1 - l[0, ids]",
+    "l = vec + l",
+    "l = vec - l",
+    "l = 1 - l",
+    "l.scatter_(1, index, -inf)",
+    "l.scatter_(-1, index, src)",
+    "l[0].scatter_(0, t, -inf)",
+    "l = l.scatter(1, index, -inf)",
+    "l.scatter_add_(1, index, src)",
+    "l.index_fill_(1, t, -inf)",
+    "l.index_fill_(0, torch.tensor([0, 2]), -inf)",
+    "l.index_copy_(1, t, src)",
+    "l.index_select(1, t); l[:, ids] = l.index_select(1, t) + 1",
+    "l.index_put_((torch.tensor([0]), torch.tensor([4])), torch.tensor(3.))",
+    "l = l.contiguous().float().to(torch.float32)",
+    "l = l.view(R, V).reshape(-1, V)",
+    "l[0, ids] = l.new_tensor([4.])",
+    "l.scatter_(1, index, value=-1.0); l.scatter_(1, index, src=src)",
+    "torch.manual_seed(3); l[0] += torch.randn_like(l[0])",
+    "s = l.gather(1, index); l.fill_(-inf); l.scatter_(1, index, s) if False else None",
 ]
 
 READ = [
@@ -281,18 +284,25 @@ def test_recorded_without_a_read(code: str) -> None:
     assert not found.was_read
 
 
+@pytest.mark.parametrize("code", RARE)
+def test_rare_operations_read(code: str) -> None:
+    found = promised(function(code), example_logits())
+    assert_same(found, eager(function(code), example_logits()))
+    assert found.was_read
+
+
 @pytest.mark.parametrize("code", [*READ, *RAISING])
 def test_read_where_values_are_needed(code: str) -> None:
     assert_same(promised(function(code), example_logits()), eager(function(code), example_logits()))
 
 
-@pytest.mark.parametrize("code", [*RECORDED, *READ])
+@pytest.mark.parametrize("code", [*RECORDED, *RARE, *READ])
 def test_after_a_read_everything_is_real(code: str) -> None:
     found = promised(function(code), example_logits(), read_first=True)
     assert_same(found, eager(function(code), example_logits()))
 
 
-@pytest.mark.parametrize("code", RECORDED)
+@pytest.mark.parametrize("code", [*RECORDED, *RARE])
 def test_one_row(code: str) -> None:
     """Most of these raise with fewer rows: at the same place, and with the same text."""
     logits = example_logits(rows=1)
@@ -314,7 +324,7 @@ def test_empty_values_have_the_type_of_logits() -> None:
     assert_same(promised(program, example_logits()), eager(program, example_logits()))
 
 
-STATEMENTS = [*RECORDED, *READ[:-3], "old = l[0]; l = l + 0.5; l[1] = 2.", "l[0] = -inf; l[0, 3] = 0."]
+STATEMENTS = [*RECORDED, *RARE, *READ[:-3], "old = l[0]; l = l + 0.5; l[1] = 2.", "l[0] = -inf; l[0, 3] = 0."]
 
 
 @pytest.mark.filterwarnings("ignore")  # PyTorch warns once, so in only one of two calls
@@ -346,8 +356,9 @@ def test_what_an_author_changes_later_changes_no_edit() -> None:
     def program(logits: torch.Tensor) -> torch.Tensor:
         ids, values, mask, vector = [1, 2], torch.ones(2), torch.ones(VOCAB, dtype=torch.bool), torch.ones(VOCAB)
         tensor = torch.tensor([3, 4])
-        logits[0, ids] = values
-        logits[1, tensor] = values
+        logits[0, ids] = 2.0
+        logits[0, 7:9] += values
+        logits[1, tensor] = 3.0
         logits[2, mask] = 5.0
         logits[1] += vector
         kept = logits[0, tensor]
@@ -468,10 +479,9 @@ def test_what_used_values_is_not_kept() -> None:
 
 def test_alias_of_an_earlier_call_raises() -> None:
     kept = Kept()
-    given = [kept.promise.take()]
-    kept.promise._source.tensors.clear()  # as if nothing referred to it
-    alias = given[0]
-    kept.promise.conclude(given.pop())
+    alias: Any = kept.promise.take()
+    alias.promised_reference = None  # as if nothing referred to it
+    kept.promise.conclude(None)
     with pytest.raises(RuntimeError, match="logits of an earlier step"):
         alias.sum()
 
@@ -556,29 +566,6 @@ def test_equal_indices_of_other_kinds_select_something_else(code: str) -> None:
         assert_same(promised(program, example_logits()), eager(program, example_logits()))
 
 
-def test_kept_selections_are_bounded() -> None:
-    recent = RecentCalls()
-    for number in range(160):
-        promise = Promise(Source(ROWS, 1 << 13, lambda: torch.zeros(ROWS, 1 << 13), recent))
-
-        def program(logits: torch.Tensor, number: int = number) -> torch.Tensor:
-            logits[0, torch.arange(4096) + number] = 1.0
-            logits[0, torch.arange(5000) + number] = 2.0
-            for token in range(50):
-                logits[1, [50 * number + token]] = 3.0
-            return logits
-
-        log = promise.conclude(program(promise.take()))
-        assert isinstance(log, EditLog)
-    kept = recent.selections._selections.values()
-    assert len(kept) <= 4096
-    source = Source(100, 1 << 13, lambda: torch.zeros(100, 1 << 13), recent)
-    large = Promise(source).take()
-    large[:, torch.arange(4096)] = 1.0
-    assert not source.was_read
-    assert 0 < sum(each.positions.size for each in kept if isinstance(each, Cells)) <= 1 << 18
-
-
 def test_too_many_edits_are_not_recorded() -> None:
     def program(logits: torch.Tensor) -> torch.Tensor:
         for number in range(200):
@@ -618,8 +605,7 @@ def test_log_of_row_by_row_bans_is_short() -> None:
 
 
 def test_no_reference_is_left() -> None:
-    recent = RecentCalls()
-    promise = Promise(Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB), recent))
+    promise = Promise(Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB)))
 
     def program(logits: torch.Tensor) -> torch.Tensor:
         keep = logits[0, IDS].clone()
@@ -627,14 +613,14 @@ def test_no_reference_is_left() -> None:
         logits[0, IDS] = keep
         return logits
 
-    promise.conclude(program(promise.take()))
-    assert not promise._source.tensors
-    assert promise._memory.log.is_empty
-    memory = weakref.ref(promise._memory)
-    recent.promises.clear()
-    del promise
-    assert memory() is None
-    assert sum(map(len, recent.tensors.values())) == 3
+    gc.disable()
+    try:
+        promise.conclude(program(promise.take()))
+        memory = weakref.ref(promise._memory)
+        del promise
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 def test_failed_call_leaves_no_cycle() -> None:
@@ -656,42 +642,6 @@ def test_failed_call_leaves_no_cycle() -> None:
         gc.enable()
 
 
-def call_twice(program: Callable[[torch.Tensor], torch.Tensor]) -> list[int]:
-    """Call a program of a processor twice, and return how many unused tensors it left each time."""
-    recent = RecentCalls()
-    numbers = []
-    for _ in range(2):
-        promise = Promise(Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB), recent))
-        log = promise.conclude(program(promise.take()))
-        assert isinstance(log, EditLog)
-        assert not promise.is_kept
-        numbers.append(sum(map(len, recent.tensors.values())))
-    return numbers
-
-
-def test_unused_tensors_stand_for_others() -> None:
-    identities = []
-
-    def program(logits: torch.Tensor) -> torch.Tensor:
-        row = logits[1]
-        row[IDS] += 1.0
-        identities.append([id(logits), id(row)])
-        return logits
-
-    assert call_twice(program) == [3, 3]
-    assert identities[0] == identities[1]
-
-
-def test_unused_tensor_is_empty() -> None:
-    """An author may find it among all objects."""
-    recent = RecentCalls()
-    promise = Promise(Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB), recent))
-    promise.conclude(promise.take())
-    (unused,) = recent.tensors[ROWS, VOCAB]
-    assert unused.shape == (0, 0)
-    assert unused.tolist() == []
-
-
 def filled(number: int) -> Callable[[], torch.Tensor]:
     """Return a function that fetches logits with this number everywhere."""
     return lambda: torch.full((ROWS, VOCAB), float(number))
@@ -706,57 +656,37 @@ def add_one(logits: torch.Tensor) -> torch.Tensor:
     return logits + 1.0  # has a memory of its own
 
 
-def test_promise_is_used_again() -> None:
-    recent = RecentCalls()
-    logs = []
-    promises = []
-    for program in (add_one, put_one, add_one):
-        promise = Promise.begin(ROWS, VOCAB, filled(0), recent)
-        assert Promise.begin(ROWS, VOCAB, filled(0), recent) is not promise
-        assert Promise.begin(ROWS + 1, VOCAB, filled(0), recent) is not promise
-        log = promise.conclude(program(promise.take()))
-        assert isinstance(log, EditLog)
-        promises.append(promise)
-        logs.append(log)
-    assert promises[0] is promises[1] is promises[2]
-    assert [[type(edit) for edit in log.edits] for log in logs] == [[EditRows], [Put], [EditRows]]
-
-
-def test_promise_whose_logits_are_kept_is_not_used_again() -> None:
+def test_kept_logits_are_those_of_their_call() -> None:
     recent = RecentCalls()
     promise = Promise.begin(ROWS, VOCAB, filled(7), recent)
     row = promise.take()[1]
     promise.conclude(None)
     assert promise.is_kept
     other = Promise.begin(ROWS, VOCAB, filled(8), recent)
-    assert other is not promise
     assert row.tolist() == [7.0] * VOCAB
     assert other.take()[1].tolist() == [8.0] * VOCAB
 
 
-def test_promise_of_a_failed_call_is_not_used_again() -> None:
+def test_logits_of_a_failed_call_are_not_fetched() -> None:
     recent = RecentCalls()
     promise = Promise.begin(ROWS, VOCAB, filled(7), recent)
     logits = promise.take()
     promise.end()
     other = Promise.begin(ROWS, VOCAB, filled(8), recent)
-    assert other is not promise
     with pytest.raises(RuntimeError, match="earlier step"):
         logits.sum()
     assert other.take().sum() == 8.0 * ROWS * VOCAB
 
 
-def test_second_call_of_a_promise_reads_its_own_logits() -> None:
+def test_second_call_reads_its_own_logits() -> None:
     recent = RecentCalls()
     first = Promise.begin(ROWS, VOCAB, filled(7), recent)
     log = first.conclude(put_one(first.take()))
     assert isinstance(log, EditLog)
     second = Promise.begin(ROWS, VOCAB, filled(8), recent)
-    assert second is first
     expected = torch.full((ROWS, VOCAB), 8.0)
     assert torch.equal(add_one(put_one(second.take())), add_one(put_one(expected)))
     second.end()
-    assert Promise.begin(ROWS, VOCAB, filled(9), recent) is not second
 
 
 def test_attributes_that_are_known_cannot_be_set() -> None:
@@ -765,51 +695,6 @@ def test_attributes_that_are_known_cannot_be_set() -> None:
         assert getattr(logits, name) == getattr(torch.zeros(ROWS, VOCAB), name)
         with pytest.raises(AttributeError, match=f"attribute '{name}' .* is not writable"):
             setattr(logits, name, getattr(logits, name))
-
-
-def test_attribute_does_not_come_back() -> None:
-    def program(logits: torch.Tensor) -> torch.Tensor:
-        assert not hasattr(logits, "tag")
-        logits.tag = 1  # type: ignore[attr-defined]
-        return logits
-
-    assert call_twice(program) == [0, 0]
-
-
-def test_key_of_weak_dictionary_does_not_come_back() -> None:
-    seen: weakref.WeakKeyDictionary[torch.Tensor, int] = weakref.WeakKeyDictionary()
-
-    def program(logits: torch.Tensor) -> torch.Tensor:
-        assert not seen
-        seen[logits] = 1
-        return logits
-
-    assert call_twice(program) == [0, 0]
-
-
-def test_tensors_of_a_long_call_are_taken_back() -> None:
-    source = Source(ROWS, VOCAB, lambda: torch.zeros(ROWS, VOCAB))
-    logits = Promise(source).take()
-    held = [logits[number % ROWS] for number in range(500)]
-    for number in range(5000):
-        logits[number % ROWS, number % VOCAB]
-    assert len(held) < len(source.tensors) < 3 * len(held)
-    held[7][3] = 5.0
-    assert logits[7 % ROWS, 3] == 5.0
-
-
-def test_unused_tensors_are_bounded() -> None:
-    recent = RecentCalls()
-
-    def program(logits: torch.Tensor) -> torch.Tensor:
-        lengths = [*range(100), *[100] * 100]
-        assert len([logits[0, :length] for length in lengths]) == 200
-        return logits
-
-    promise = Promise(Source(ROWS, 1000, lambda: torch.zeros(ROWS, 1000), recent))
-    promise.conclude(program(promise.take()))
-    assert len(recent.tensors) <= 64
-    assert max(map(len, recent.tensors.values())) == 64
 
 
 def test_example_logits_have_what_matters() -> None:

@@ -115,7 +115,7 @@ def test_edits_are_decoded_before_the_logits_exist(
         collected: list[Any] = []
         outcome = run.finish(lambda *edits, to=collected: to.append(edits))  # type: ignore[misc]
         (([place], [put]),) = collected
-        assert (place, put.positions.tolist(), put.values) == (0, sorted([1, number]), -5.0)
+        assert (place, put.positions.tolist(), put.value) == (0, sorted([1, number]), -5.0)
         assert (outcome.faults, outcome.logits_use) == ({}, "unread")
 
 
