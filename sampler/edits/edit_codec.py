@@ -127,6 +127,8 @@ class VectorStore:
 
 def encode(log: EditLog, vectors: VectorSender) -> bytes:
     """Return the binary form of a log, with as few edits as its rows allow."""
+    if log.is_empty:
+        return b""
     combined = combine_edits(log.edits, log.num_rows, log.vocab_size)
     ordered = with_ascending_positions(combined, log.vocab_size)
     return b"".join(part for edit in ordered for part in _encoded(edit, vectors))

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .edit_operations import (
+    FEW,
     POSITION_COST,
     Edit,
     EditPositions,
@@ -27,6 +28,7 @@ from .edit_operations import (
     Restore,
     Save,
     WithPositions,
+    same_positions,
 )
 from .merged_edits import edit_layers
 
@@ -42,12 +44,14 @@ def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdi
 
     Registers that are never restored are left out, and the others get new numbers.
     """
-    edits = _with_arithmetic_in_place(edits)
+    has_registers = any(type(edit) is Save for edit in edits)
+    if has_registers:
+        edits = _with_arithmetic_in_place(edits)
     if len(edits) >= _MIN_EDITS:
         layers = [[edit for _, _, edit in layer] for layer in edit_layers([(range(num_rows), edits)], vocab_size)]
         keys = _register_keys(layers)
         edits = [edit for layer in layers for edit in _combined_layer(layer, keys)]
-    return _renumbered(edits)
+    return _renumbered(edits) if has_registers else edits
 
 
 def _with_arithmetic_in_place(edits: GroupEdits) -> GroupEdits:
@@ -61,7 +65,7 @@ def _with_arithmetic_in_place(edits: GroupEdits) -> GroupEdits:
             and type(last) is Save
             and last.register == edit.register
             and num_restored[edit.register] == 1
-            and np.array_equal(last.positions, edit.positions)
+            and same_positions(last.positions, edit.positions)
         ):
             changed[-1] = EditPositions(edit.positions, edit.arithmetic)
         else:
@@ -199,7 +203,10 @@ def _ascending(positions: Positions) -> Positions:
 
 
 def _ascends(numbers: Positions) -> bool:
-    return len(numbers) == 1 or bool((numbers[:-1] <= numbers[1:]).all())
+    if len(numbers) <= FEW:
+        listed = numbers.tolist()
+        return bool(listed == sorted(listed))
+    return bool((numbers[:-1] <= numbers[1:]).all())
 
 
 def _reordered(edit: Any, order: npt.NDArray[np.int64]) -> Any:
@@ -218,6 +225,8 @@ def _reordered(edit: Any, order: npt.NDArray[np.int64]) -> Any:
 
 def _mask_of(put: Put, vocab_size: int) -> PutMask | None:
     """Return an edit that puts a number, as a mask; None if that would touch more elements."""
+    if POSITION_COST * len(put.positions) < vocab_size:
+        return None
     first = int(put.positions.min()) // vocab_size
     num_rows = int(put.positions.max()) // vocab_size - first + 1
     if POSITION_COST * len(put.positions) < num_rows * vocab_size:

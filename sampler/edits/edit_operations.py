@@ -140,6 +140,11 @@ def touched_rows(edit: Edit, vocab_size: int) -> slice:
     return slice(smallest // numbers_per_row, largest // numbers_per_row + 1)
 
 
+def same_positions(one: Positions, other: Positions) -> bool:
+    """Return whether both are the same positions in the same order."""
+    return one.tobytes() == other.tobytes()  # a third of the time of `numpy.array_equal`
+
+
 def same_number(one: Operand, other: Operand) -> bool:
     """Return whether both are the same number, also in the sign of zero. NaN is not."""
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):

@@ -5,7 +5,6 @@ None stands for an index of another form: PyTorch then indexes the real logits, 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -149,28 +148,37 @@ def _numbers(index: Any, size: int) -> Numbers | None:
     kind = type(index)
     if kind is int:
         return np.array(index % size) if _is_in(index, size) else None
+    if kind is slice:
+        return np.arange(*index.indices(size)) if _is_simple(index) else None
     if kind is list or kind is tuple:
-        if not all(type(each) is int or _is_number(each) for each in index):
-            return None
+        if not {int}.issuperset(map(type, index)):
+            if not all(type(each) is int or _is_number(each) for each in index):
+                return None
+            index = [*map(int, index)]
         try:
-            index = torch.from_numpy(np.array(list(map(int, index)), np.int64))
+            numbers = np.array(index, np.int64)
         except OverflowError:
             return None
     elif kind is np.ndarray:
-        if index.dtype != np.int64 or index.ndim == 0:
-            return None
-    elif not _is_simple(index) and (not is_plain(index, torch.int64) or index.ndim == 0):
+        numbers = index
+    elif is_plain(index, torch.int64):
+        numbers = index.numpy()
+    else:
         return None
-    try:
-        selected: Numbers = _all_numbers(size)[index].numpy()
-    except (IndexError, ValueError):
+    if numbers.dtype != np.int64 or numbers.ndim == 0:
         return None
-    return selected
+    if _are_below(numbers, size):
+        return numbers
+    numbers = np.where(numbers < 0, numbers + size, numbers)
+    return numbers if _are_below(numbers, size) else None
 
 
-@lru_cache(maxsize=8)
-def _all_numbers(size: int) -> torch.Tensor:
-    return torch.from_numpy(np.arange(size))
+def _are_below(numbers: Numbers, size: int) -> bool:
+    """Return whether all numbers are below `size`, and none is negative."""
+    if numbers.size <= FEW:
+        listed = numbers.reshape(-1).tolist()
+        return not listed or (min(listed) >= 0 and max(listed) < size)
+    return int(numbers.view(np.uint64).max()) < size  # a negative one is very large
 
 
 def _is_in(number: int, size: int) -> bool:

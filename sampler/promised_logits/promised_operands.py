@@ -6,6 +6,7 @@ None stands for all others: such a call is left to PyTorch.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -116,13 +117,15 @@ def _calculate_exceptions(log: EditLog, rows: range, vocab_size: int, operator: 
     background = _background(values)
     if background is None:
         return False
-    own_rows, columns = (values.view(np.int32) != np.float32(background).view(np.int32)).nonzero()
-    exceptions = values[own_rows, columns]
+    bits = values.reshape(-1).view(np.int32)
+    (places,) = (bits != np.float32(background).view(np.int32)).nonzero()
+    if len(places) * _FEW > bits.size:
+        return False
+    exceptions = values.reshape(-1)[places]
+    own_rows, columns = np.divmod(places, vocab_size)
     if len(values) < len(rows):
         own_rows = np.repeat(np.arange(len(rows)), len(columns))
         columns, exceptions = np.tile(columns, len(rows)), np.tile(exceptions, len(rows))
-    if len(columns) * _FEW > len(rows) * vocab_size:
-        return False
     positions: Positions = np.array(rows, np.int64)[own_rows] * vocab_size + columns
     steps = ((operator, exceptions),)
     if _changes_nothing(operator, background):
@@ -136,10 +139,10 @@ def _calculate_exceptions(log: EditLog, rows: range, vocab_size: int, operator: 
 
 def _background(values: Floats) -> float | None:
     """Return the number that two in three elements seem to be; None if there is none."""
-    sample = values.reshape(-1)[:: values.size // _SAMPLE + 1].copy().view(np.int32)
-    bits, counts = np.unique(sample, return_counts=True)
-    number = float(bits[counts.argmax()].view(np.float32))
-    return number if counts.max() * 3 >= len(sample) * 2 and _is_certain(number) else None
+    sample = values.reshape(-1)[:: values.size // _SAMPLE + 1].view(np.int32).tolist()
+    [(bits, count)] = Counter(sample).most_common(1)
+    number = float(np.int32(bits).view(np.float32))
+    return number if count * 3 >= len(sample) * 2 and _is_certain(number) else None
 
 
 def _changes_nothing(operator: str, number: float) -> bool:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
-from logitship.sampler.edits.edit_operations import ARITHMETIC, MAX_STEPS, Operand
+from logitship.sampler.edits.edit_operations import ARITHMETIC, MAX_STEPS, Operand, same_positions
 
 from .promised_index import Cells, Mask, Rows, Selection, select
 from .promised_memory import Memory
@@ -169,7 +169,7 @@ class CellView:
     def is_same(self, memory: Memory, cells: Cells) -> bool:
         """Return whether these are its elements."""
         own = self._cells
-        return memory is self.memory and own.shape == cells.shape and np.array_equal(own.positions, cells.positions)
+        return memory is self.memory and own.shape == cells.shape and same_positions(own.positions, cells.positions)
 
     def copy(self) -> Values | None:
         """Return a copy with values of its own."""
@@ -260,12 +260,10 @@ class Values:
         if memory is not self.memory or self.made is not None or self.shape != cells.shape:
             return False
         positions = cells.positions
-        if not self._are_distinct:
-            # Several values for a position are the same, if they go back to where they are from.
-            if not np.array_equal(positions, self._cells.positions):
-                return False
-            positions = np.unique(positions)
-        elif not cells.are_distinct:
+        if same_positions(positions, self._cells.positions):
+            if not self._are_distinct:  # several values for a position are the same
+                positions = np.unique(positions)
+        elif not self._are_distinct or not cells.are_distinct:
             return False
         memory.log.restore(positions, self._register, self._arithmetic)
         memory.limit()

@@ -10,7 +10,7 @@ import torch
 
 from .promised_index import Cells
 from .promised_operands import is_plain, scalar_of
-from .promised_tensor import RECORDED_OPERATIONS, PromisedLogits, RecordOperation, has_known_layout, wrap
+from .promised_tensor import RECORDED_OPERATIONS, PromisedLogits, RecordOperation, call_real, has_known_layout, wrap
 from .promised_values import LogitsView, State, calculate_cells
 
 Change = Callable[..., bool]
@@ -161,6 +161,22 @@ _RECORDED: dict[Callable[..., Any], RecordOperation] = {
 }
 
 
+def _method(function: Callable[..., Any], record: RecordOperation) -> Callable[..., Any]:
+    """Return a method that records an operation without PyTorch's dispatch, which takes longer than recording."""
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        outcome = record(args, kwargs)
+        return call_real(function, args, kwargs) if outcome is NotImplemented else outcome
+
+    return method
+
+
 def add_recorded_operations() -> None:
     """Let promised tensors record the operations of this module."""
     RECORDED_OPERATIONS.update(_RECORDED)
+    for function, record in _RECORDED.items():
+        name: str = getattr(function, "__name__", "")
+        # With a method such as `__radd__`, Python would turn `tensor + logits` into `logits + tensor`. With
+        # `__getitem__`, a number in a list of tensors would be a sequence to PyTorch.
+        if getattr(torch.Tensor, name, None) is function and not name.startswith(("__r", "__getitem__")):
+            setattr(PromisedLogits, name, _method(function, record))
