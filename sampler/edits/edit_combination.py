@@ -214,7 +214,7 @@ def _reordered(edit: Any, order: npt.NDArray[np.int64]) -> Any:
         return edit._replace(rows=edit.rows[order], bits=edit.bits[order] if len(edit.bits) > 1 else edit.bits)
     if not isinstance(edit, WithPositions):
         return edit._replace(rows=edit.rows[order])
-    if isinstance(edit, Save):
+    if isinstance(edit, Put | Save):
         return edit._replace(positions=edit.positions[order])
     steps = tuple(
         (operator, operand[order] if isinstance(operand, np.ndarray) else operand)

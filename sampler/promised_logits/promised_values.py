@@ -236,7 +236,8 @@ class Values:
             for operator, operand in self._arithmetic:
                 other = torch.from_numpy(operand) if isinstance(operand, np.ndarray) else operand
                 values = ARITHMETIC[operator](values, other)
-            self.made = values.view(self.shape)
+            made: torch.Tensor = values.view(self.shape)
+            self.made = made
         return self.made
 
     def copy(self) -> Values | None:

@@ -98,9 +98,10 @@ def _float(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 
 def _unbind(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Record the iteration over rows."""
-    if kwargs or (len(args) > 1 and (type(args[1]) is not int or args[1] != 0)):
+    tensor, *dims = args
+    if kwargs or (dims and (type(dims[0]) is not int or dims[0] != 0)):
         return NotImplemented
-    state = args[0].promised_state
+    state = tensor.promised_state
     states = state.split() if isinstance(state, LogitsView) else None
     return NotImplemented if states is None else tuple(map(wrap, states))
 
