@@ -47,8 +47,8 @@ class CallableExecutor(LocalExecutor):
         """See `LocalExecutor.run`. There is one row, whose parameters hold only `__req__`."""
         [params] = param_list
         view: RequestView = params["__req__"]
-        own: _SequenceCallable = view.state[_CALLABLE]
-        edit(partial(own, view), logits, name=processor.name, digest=processor.digest)
+        function: _SequenceCallable = view.state[_CALLABLE]
+        edit(partial(function, view), logits, name=processor.name, digest=processor.digest)
         return logits
 
 

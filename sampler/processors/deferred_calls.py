@@ -99,9 +99,9 @@ class DeferredCall:
         group: the rows at the time of the call.
         stage: its stage.
         logits: float32 [rows, vocab]: what the call edits.
-        traces: each row's trace so far, by place in the group.
+        traces: each row's trace so far, by row of the call.
         owners: the first processor of each row, which identifies it.
-        read: returns the faults of the call, by place in the group.
+        read: returns the faults of the call, by its rows.
     """
 
     run: Run
@@ -257,17 +257,17 @@ class DeferredCalls:
         self._last_call(call.group).is_long = outcome.occupied > _LONG_CALL
         fault = attempt(call.group.processor, partial(self._take, call, outcome))
         if fault is not None:
-            for place, owner in enumerate(call.owners):
-                self.save(owner, SavedRow(call.logits[place], call.stage, fault))
+            for row, owner in enumerate(call.owners):
+                self.save(owner, SavedRow(call.logits[row], call.stage, fault))
 
     def _take(self, call: DeferredCall, outcome: RunOutcome) -> None:
         call.group.count(outcome)
         self.patience.charge(call.group.processor.tenant, outcome.occupied)
         faults = call.read(call.group, call.logits, outcome)
-        for place, owner in enumerate(call.owners):
+        for row, owner in enumerate(call.owners):
             if owner.executor_row is not None:  # it has not ended
-                logits, trace = call.logits[place], call.traces[place]
+                logits, trace = call.logits[row], call.traces[row]
                 if trace:
                     processor = call.group.processor
                     trace.append(after_processor(processor.name, processor.digest, logits, again=call.group.again))
-                self.save(owner, SavedRow(logits, call.stage, faults.get(place), trace))
+                self.save(owner, SavedRow(logits, call.stage, faults.get(row), trace))

@@ -5,7 +5,7 @@ pass. If it leaves one token, the processor can be called for the token after it
 computes all of them.
 
 Guarantees:
-* A processor is called once for each token of a row, in order. It is called ahead only after tokens that are certain.
+* A processor is called once for each token of a row, in order. It is called ahead only after forced tokens.
 * An answer that came early is used for its row and token alone, and is the same as if it had come late.
 * A call whose rows depend on each other is never split: rows that have ended by then are zeros in it.
 """
@@ -63,20 +63,20 @@ class CallPause:
 
     def __init__(self) -> None:
         self._pause = 1
-        self._left = 0
+        self._num_to_skip = 0
 
     @property
     def is_over(self) -> bool:
         """True if the next call may make an attempt."""
-        return self._left == 0
+        return self._num_to_skip == 0
 
     def skip(self) -> None:
         """Record a call without an attempt."""
-        self._left -= 1
+        self._num_to_skip -= 1
 
     def observe(self, *, has_failed: bool) -> None:
         """Record the outcome of an attempt."""
-        self._left = self._pause if has_failed else 0
+        self._num_to_skip = self._pause if has_failed else 0
         self._pause = min(2 * self._pause, MAX_PAUSE) if has_failed else 1
 
 
@@ -129,7 +129,7 @@ class EarlyCall(GuardedRun):
         super().__init__(group, run)
         self.has_forced = False
         self._vocab_size = vocab_size
-        self._places = {member: place for place, member in enumerate(group.members)}
+        self._row_of = {member: row for row, member in enumerate(group.members)}
         self._outcome: RunOutcome | None = None
         self._edited: Sequence[int] = ()
         self._edits: GroupEdits = ()
@@ -141,9 +141,9 @@ class EarlyCall(GuardedRun):
             self._outcome = self.finish(self._collect)
         return self._outcome
 
-    def _collect(self, places: Sequence[int], edits: GroupEdits) -> None:
-        self._edited, self._edits = places, edits
-        self._is_row_wise = len(places) == 1 or is_row_wise(edits, self._vocab_size)
+    def _collect(self, rows: Sequence[int], edits: GroupEdits) -> None:
+        self._edited, self._edits = rows, edits
+        self._is_row_wise = len(rows) == 1 or is_row_wise(edits, self._vocab_size)
 
     def take_outcome(self) -> RunOutcome | None:
         """Return the result of a call that has ended, the first time with its costs. Return None like `end_early`."""
@@ -161,7 +161,7 @@ class EarlyCall(GuardedRun):
         """Take the answer for a row without its edits. Return the row's share of the seconds; 0 before it has ended."""
         if self._outcome is None:
             return 0.0
-        seconds = self._outcome.seconds / len(self._places)
+        seconds = self._outcome.seconds / len(self._row_of)
         self.group.observe_call(1, seconds, self._outcome.logits_use)
         member.add_printed(self._outcome.printed)
         return seconds
@@ -169,7 +169,7 @@ class EarlyCall(GuardedRun):
     def restrict(self, use: ProcessorUse, allowed: AllowedTokens) -> None:
         """Forbid what the call forbids in a row, or leave the row open."""
         is_short = num_positions(self._edits) <= _MAX_POSITIONS
-        edits = self.edits_of([self._places[use]]) if self._outcome is not None and is_short else None
+        edits = self.edits_of([self._row_of[use]]) if self._outcome is not None and is_short else None
         found = None if edits is None else finite_tokens(edits, self._vocab_size)
         if found is None:
             allowed.leave_open()
@@ -184,50 +184,50 @@ class EarlyCall(GuardedRun):
 
     def part(self, group: ProcessorGroup) -> Run:
         """Return the part of the call for some of its rows."""
-        places = [self._places[member] for member in group.members]
-        if self._outcome is None and len(places) == len(self._places):
+        rows = [self._row_of[member] for member in group.members]
+        if self._outcome is None and len(rows) == len(self._row_of):
             return self
-        return GuardedRun(group, CallPart(self, places))
+        return GuardedRun(group, CallPart(self, rows))
 
     def apply_edits(self, logits: torch.Tensor) -> None:
         """Apply the edits of an ended call to all of its rows, in place."""
         apply_edits(logits, [(self._edited, self._edits)])
 
-    def edits_of(self, places: Sequence[int]) -> GroupEdits | None:
+    def edits_of(self, rows: Sequence[int]) -> GroupEdits | None:
         """Return the edits of some rows of an ended call.
 
         Returns:
             None if a row has a fault, or takes values from others.
         """
-        if list(places) == list(self._edited):
+        if list(rows) == list(self._edited):
             return self._edits
-        if not self._is_row_wise or not set(places) <= set(self._edited):
+        if not self._is_row_wise or not set(rows) <= set(self._edited):
             return None
-        numbers = [self._edited.index(place) for place in places]
+        numbers = [self._edited.index(row) for row in rows]
         return select_rows(self._edits, numbers, len(self._edited), self._vocab_size)
 
 
 class CallPart:
     """Some rows of a call. Implements `Run`.
 
-    Either the call has ended early: each part then takes its own edits, unless its rows depend on others. Or the
+    Either the call has ended early: each part then takes the edits of its rows, unless these depend on others. Or the
     sequences of its other rows have ended.
 
     Args:
         call: the call.
-        places: places of the rows in the call.
+        rows: its rows of the call.
     """
 
-    def __init__(self, call: EarlyCall, places: Sequence[int]) -> None:
+    def __init__(self, call: EarlyCall, rows: Sequence[int]) -> None:
         self._call = call
-        self._places = places
+        self._rows = rows
         self._logits: torch.Tensor | None = None
         self._all_logits: torch.Tensor | None = None
 
     def needs_logits(self) -> bool:
         """See `Run.needs_logits`. Also true of an ended call whose rows take values from others."""
         outcome = self._call.end_early()
-        return outcome is None or self._own_edits(outcome) is None
+        return outcome is None or self._edits_of_rows(outcome) is None
 
     def provide(self, logits: torch.Tensor) -> None:
         """See `Run.provide`. The rows that have ended get zeros."""
@@ -250,7 +250,7 @@ class CallPart:
     def _among_all(self, logits: torch.Tensor) -> torch.Tensor:
         self._logits = logits
         self._all_logits = logits.new_zeros(len(self._call.group.rows), logits.shape[-1])
-        self._all_logits[self._places] = logits
+        self._all_logits[self._rows] = logits
         return self._all_logits
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
@@ -265,22 +265,22 @@ class CallPart:
                 began = time.perf_counter()
                 self._call.apply_edits(self._all_logits)
                 outcome = outcome._replace(occupied=outcome.occupied + time.perf_counter() - began)
-            self._logits.copy_(self._all_logits[self._places])
-        faults = {place: outcome.faults[each] for place, each in enumerate(self._places) if each in outcome.faults}
-        seconds = outcome.seconds * len(self._places) / len(self._call.group.rows)
+            self._logits.copy_(self._all_logits[self._rows])
+        faults = {row: outcome.faults[each] for row, each in enumerate(self._rows) if each in outcome.faults}
+        seconds = outcome.seconds * len(self._rows) / len(self._call.group.rows)
         return outcome._replace(seconds=seconds, faults=faults)
 
-    def _own_edits(self, outcome: RunOutcome) -> GroupEdits | None:
+    def _edits_of_rows(self, outcome: RunOutcome) -> GroupEdits | None:
         """Return the edits of the rows without a fault; None if they take values from other rows."""
-        edited = [place for place in self._places if place not in outcome.faults]
+        edited = [row for row in self._rows if row not in outcome.faults]
         return self._call.edits_of(edited) if edited else ()
 
     def _collect(self, outcome: RunOutcome, collect: CollectEdits | None) -> None:
-        edits = self._own_edits(outcome)
+        edits = self._edits_of_rows(outcome)
         assert collect is not None
         assert edits is not None
         if edits:
-            collect([place for place, each in enumerate(self._places) if each not in outcome.faults], edits)
+            collect([row for row, each in enumerate(self._rows) if each not in outcome.faults], edits)
 
 
 class EarlyCalls:
@@ -382,7 +382,7 @@ class EarlyCalls:
         return call.part(group)
 
     def skip(self, member: ProcessorUse) -> float:
-        """Take the answer for a row's next token, which is certain. Return the row's share of the call's seconds."""
+        """Take the answer for a row's next token, which is forced. Return the row's share of the call's seconds."""
         call = self._calls.pop(_key(member), None)
         return call.skip(member) if call is not None else 0.0
 
@@ -403,7 +403,7 @@ class EarlyCalls:
     def restrict(self, members: Mapping[ProcessorUse, AllowedTokens]) -> None:
         """Forbid the next tokens of some rows that their processors will forbid, where that is known early.
 
-        Calls processors that force tokens at the moment for tokens that follow certain ones. Leaves all other rows
+        Calls processors that force tokens at the moment for tokens that follow forced ones. Leaves all other rows
         open.
 
         Args:
@@ -431,14 +431,14 @@ class EarlyCalls:
                 pause.observe(has_failed=not call.has_forced)
 
     def _groups_ahead(self, members: Iterable[ProcessorUse]) -> list[ProcessorGroup]:
-        """Return the groups of rows whose last token was certain, and which have no call for the next one."""
+        """Return the groups of rows whose last token was forced, and which have no call for the next one."""
         groups: defaultdict[ProcessorGroup, dict[int, int]] = defaultdict(dict)
         for member in members:
             use, length = _key(member)
             before = use, length - 1
             allowed = self._allowed.get(before)
-            is_certain = allowed is not None and allowed.single() == member.output_token_ids[-1]
-            if is_certain and (use, length) not in self._calls and before in self._calls:
+            is_forced = allowed is not None and allowed.single() == member.output_token_ids[-1]
+            if is_forced and (use, length) not in self._calls and before in self._calls:
                 group = self._calls[before].group
                 row = group.row_of(use)
                 groups[group][row] = row

@@ -161,11 +161,11 @@ class RunOutcome(NamedTuple):
 class CollectEdits(Protocol):
     """Takes edits that a call recorded, instead of their being applied to its logits."""
 
-    def __call__(self, places: Sequence[int], edits: GroupEdits) -> None:
+    def __call__(self, rows: Sequence[int], edits: GroupEdits) -> None:
         """Take the edits of some rows.
 
         Args:
-            places: row indices within the call, ascending.
+            rows: rows of the call, ascending.
             edits: edits of these rows.
         """
         ...
@@ -231,13 +231,13 @@ class ExecutorGroup(Protocol):
         """
         ...
 
-    def begin(self, logits: torch.Tensor, spent: float = 0.0) -> Run:
+    def begin(self, logits: torch.Tensor, seconds_used: float = 0.0) -> Run:
         """Begin a call of the processor. Several groups may begin before the first one finishes.
 
         The processor sees all output tokens of its rows.
 
         Args:
-            spent: seconds of the step's deadline that earlier stages of the tenant have used.
+            seconds_used: seconds of the step's deadline that earlier stages of the tenant have used.
             logits: float32 [rows, vocab], contiguous; edited in place until the call finishes. The author's code never
                 gets this tensor object, though its tensor may share the memory.
         """

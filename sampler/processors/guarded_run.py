@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def begin(group: ProcessorGroup, logits: torch.Tensor, spent: float) -> GuardedRun:
+def begin(group: ProcessorGroup, logits: torch.Tensor, seconds_used: float) -> GuardedRun:
     """Begin a call of a group that runs elsewhere, see `ExecutorGroup.begin`."""
     executor_group = group.executor_group
     assert not isinstance(executor_group, LocalGroup)
-    return GuardedRun(group, attempt(group.processor, lambda: executor_group.begin(logits, spent)))
+    return GuardedRun(group, attempt(group.processor, lambda: executor_group.begin(logits, seconds_used)))
 
 
 def call(group: ProcessorGroup, logits: torch.Tensor) -> RunOutcome:

@@ -59,10 +59,10 @@ class LocalRow:
         sequence, processor = self._sequence, self._processor
         is_prepared = sequence.prepared is not None
         # Parameters that were prepared at admission are read-only and shared by all sequences.
-        kept = {} if is_prepared else self.params
+        copied = {} if is_prepared else self.params
         shared = [sequence.model.tokenizer, sequence.prepared, getattr(self._view, "sampling_params", None)]
         params, view, output = duplicate(
-            (kept, self._view, self.output), shared, name=processor.name, digest=processor.digest
+            (copied, self._view, self.output), shared, name=processor.name, digest=processor.digest
         )
         fork = copy.copy(self)
         fork.params = {**self.params, "__req__": view} if is_prepared else params

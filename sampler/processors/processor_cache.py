@@ -70,7 +70,7 @@ class ProcessorCache:
       may overlap with new ones.)
     * An acquired processor stays loaded until it is released.
     * A tenant that uses no processor can load one of up to `max_bytes // max_entries` bytes, whatever the others use,
-      if the other tenants are at most half as many as the places. A tenant's idle processors are evicted before those
+      if the other tenants are at most half as many as the entries. A tenant's idle processors are evicted before those
       of tenants that have fewer.
     * A processor that is idle for `idle_timeout` is unloaded by a thread that exists only while there are idle ones.
     * The executor is called outside the cache's lock: a slow load does not block requests for other processors.
@@ -255,7 +255,7 @@ class ProcessorCache:
         return evicted
 
     def _check_capacity(self, tenant: str, size: int) -> None:
-        """Refuse a processor for which evicting all idle ones would not be enough, or that takes a reserved place."""
+        """Refuse a processor for which evicting all idle ones would not be enough, or that takes a reserved entry."""
         if size > self._max_bytes:
             raise ProcessorLoadError(
                 f"the processor has {size} bytes, more than the server's limit of {self._max_bytes} for all processors "
@@ -275,7 +275,7 @@ class ProcessorCache:
             )
 
     def _reserved_against(self, tenant: str) -> int:
-        """Return the number of places that the tenant may not take: one for each tenant that uses none."""
+        """Return the number of entries that the tenant may not take: one for each tenant that uses none."""
         using = {owner for (owner, _), entry in self._entries.items() if entry.users}
         if tenant not in using:
             return 0

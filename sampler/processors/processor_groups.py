@@ -204,11 +204,11 @@ class ProcessorGroup:
         """Return the group's rows of the batch's logits."""
         return logits[self._index]
 
-    def batch_rows(self, places: Sequence[int]) -> Sequence[int]:
-        """Return the rows of the batch at some places of the group; a range if they are consecutive."""
-        if len(places) == len(self.rows):
+    def batch_rows(self, rows: Sequence[int]) -> Sequence[int]:
+        """Return the rows of the batch for some rows of the group's calls; a range if they are consecutive."""
+        if len(rows) == len(self.rows):
             return range(self.rows[0], self.rows[-1] + 1) if self.is_adjacent else self.rows
-        return [self.rows[place] for place in places]
+        return [self.rows[row] for row in rows]
 
     def row_of(self, use: ProcessorUse) -> int:
         """Return the row of one of its members."""
@@ -238,13 +238,14 @@ class ProcessorGroup:
             count.steps += steps
             count.seconds += seconds
             return
-        for place, member in enumerate(self.members):
-            if place not in faults:
+        for row, member in enumerate(self.members):
+            if row not in faults:
                 member.own_count.add(steps, seconds)
 
-    def select(self, places: Mapping[int, int]) -> ProcessorGroup | None:
-        """Return the group of the rows that have a place, renumbered by their places; None if no row has one."""
-        members = {places[row]: member for row, member in zip(self.rows, self.members, strict=True) if row in places}
+    def select(self, new_rows: Mapping[int, int]) -> ProcessorGroup | None:
+        """Return the group of the rows in `new_rows`, at the rows that it maps them to; None if there are none."""
+        rows = zip(self.rows, self.members, strict=True)
+        members = {new_rows[row]: member for row, member in rows if row in new_rows}
         return ProcessorGroup(self.processor, self.again, members, self.observe_call) if members else None
 
 
@@ -256,7 +257,7 @@ class GroupStage:
     """Groups without a common row: their calls may overlap.
 
     Args:
-        key: the stage's place in the run order.
+        key: position of the stage in the run order.
         groups: groups in any order.
 
     Attributes:
@@ -294,9 +295,9 @@ class GroupStage:
         """Return the stage without some rows."""
         return self.select({row: row for group in self.groups for row in group.rows if row not in rows})
 
-    def select(self, places: Mapping[int, int]) -> GroupStage:
-        """Return the stage of the rows that have a place, renumbered by their places."""
-        return GroupStage(self.key, [there for group in self.groups if (there := group.select(places)) is not None])
+    def select(self, new_rows: Mapping[int, int]) -> GroupStage:
+        """Return the stage of the rows in `new_rows`, at the rows that it maps them to."""
+        return GroupStage(self.key, [there for group in self.groups if (there := group.select(new_rows)) is not None])
 
 
 class StageLogits:
@@ -338,10 +339,10 @@ class StageLogits:
     def collector_of(self, group: ProcessorGroup) -> CollectEdits:
         """Return the function that collects the edits of a group, see `Run.finish`."""
 
-        def collect(places: Sequence[int], edits: GroupEdits) -> None:
+        def collect(rows: Sequence[int], edits: GroupEdits) -> None:
             self._observe(group, edits)
             self._edited.append(group)
-            self._edits.append((group.batch_rows(places), edits))
+            self._edits.append((group.batch_rows(rows), edits))
 
         return collect
 
@@ -421,8 +422,8 @@ GroupKey: TypeAlias = tuple[str, ...]
 def group_key(params: SamplingParams) -> GroupKey:
     """Return the key of a request.
 
-    A processor that belongs to one sequence is a group of one row at any position. "" keeps its place in the key, and
-    is dropped at the end.
+    A processor that belongs to one sequence is a group of one row at any position. "" stands for it in the key, and is
+    dropped at the end.
     """
     in_order = in_run_order(uses_of(params))
     names = ["" if use.processor.per_sequence else use.processor.group_name for use in in_order]

@@ -97,7 +97,7 @@ class ShippedProcessors(LogitsProcessor):
         self._members: dict[ProcessorUse, None] = {}
         self._stages: list[GroupStage] = []
         self._faults: dict[int, ProcessorFault] = {}
-        self._spent: dict[str, float] = {}
+        self._tenant_seconds: dict[str, float] = {}
         self._deferred: dict[int, ProcessorUse] = {}
         self._owners: dict[int, ProcessorUse] = {}
         self._has_absent = False
@@ -183,7 +183,7 @@ class ShippedProcessors(LogitsProcessor):
             self._early.restrict(shipped)
 
     def skip(self, rows: Iterable[int]) -> None:
-        """Count a call for each processor of some rows, whose next tokens are certain without `apply`."""
+        """Count a call for each processor of some rows, whose next tokens are forced, so that no `apply` follows."""
         for row in rows:
             for member in self._rows.get(row, ()):
                 member.own_count.add(1, self._early.skip(member))
@@ -213,7 +213,7 @@ class ShippedProcessors(LogitsProcessor):
         Returns:
             `logits`. The rows of `take_faults()` and `take_deferred()` are zeros and must not be used.
         """
-        self._spent.clear()
+        self._tenant_seconds.clear()
         self._run(self._stages, logits)
         return logits
 
@@ -223,42 +223,42 @@ class ShippedProcessors(LogitsProcessor):
         A processor never sees a rejected draft token, so no state has to be rolled back. The deadline is that of the
         step, which began with `apply`.
         """
-        rows = rows_of_drafts(num_draft_tokens)
-        places = {row: place for place, row in enumerate(rows)}
-        self._run([stage.select(places) for stage in self._stages], logits, rows)
-        self._faults = {rows[place]: fault for place, fault in self._faults.items()}
-        self._deferred = {rows[place]: use for place, use in self._deferred.items()}
+        batch_rows = rows_of_drafts(num_draft_tokens)
+        new_rows = {batch_row: row for row, batch_row in enumerate(batch_rows)}
+        self._run([stage.select(new_rows) for stage in self._stages], logits, batch_rows)
+        self._faults = {batch_rows[row]: fault for row, fault in self._faults.items()}
+        self._deferred = {batch_rows[row]: use for row, use in self._deferred.items()}
         return logits
 
     def watch(self, trace: StepTrace) -> None:
         """Record the rows in `trace` after each processor, from the next call on."""
         self._trace = trace
 
-    def _run(self, stages: Iterable[GroupStage], logits: torch.Tensor, rows: Sequence[int] | None = None) -> None:
+    def _run(self, stages: Iterable[GroupStage], logits: torch.Tensor, batch_rows: Sequence[int] | None = None) -> None:
         """Run the stages.
 
         Args:
-            stages: groups of places.
-            logits: float32 [places, vocab].
-            rows: the row of the batch at each place; None: the place itself.
+            stages: groups of rows of the logits.
+            logits: float32 [rows, vocab].
+            batch_rows: the row of the batch for each row of the logits; None: the same.
         """
         self._faults, self._deferred, self._owners = {}, {}, {}  # drop those of a step that failed elsewhere
         done: dict[int, StageKey] = {}
         if self._calls.has_saved or self._calls.patience.is_limited or self._early.is_ahead:
-            self._owners = self._first_uses(range(len(logits)) if rows is None else rows)
+            self._owners = self._first_uses(range(len(logits)) if batch_rows is None else batch_rows)
             done = self._resume(logits)
         previous = BEFORE_ALL
         for stage in stages:
-            passed = [place for place, key in done.items() if key >= stage.key]
+            passed = [row for row, key in done.items() if key >= stage.key]
             if self._faults or self._deferred or passed:
                 stage = stage.without({*self._faults, *self._deferred, *passed})
             self._run_stage(stage, logits, previous)
             previous = stage.key
         if self._deferred:
             logits[list(self._deferred)] = 0.0
-        for place in done:
-            if place not in self._deferred:
-                self._calls.discard(self._owners[place])
+        for row in done:
+            if row not in self._deferred:
+                self._calls.discard(self._owners[row])
 
     def _run_stage(self, stage: GroupStage, logits: torch.Tensor, previous: StageKey) -> None:
         """Call the processors of a stage: those in this process while the sandboxed ones run."""
@@ -287,7 +287,7 @@ class ShippedProcessors(LogitsProcessor):
             else:
                 self._defer(group, logits.rows_of(group), run, stage.key)
         for tenant, seconds in slowest.items():
-            self._spent[tenant] = self._spent.get(tenant, 0.0) + seconds
+            self._tenant_seconds[tenant] = self._tenant_seconds.get(tenant, 0.0) + seconds
         failed = logits.apply_edits()
         for group, outcome in finished:
             if group in failed:
@@ -316,56 +316,56 @@ class ShippedProcessors(LogitsProcessor):
                 self._save(group, logits.rows_of(group), previous)
                 continue
             else:
-                spent = self._spent.get(group.processor.tenant, 0.0)
-                run = guarded_run.begin(group, logits.rows_of(group), spent)
+                seconds_used = self._tenant_seconds.get(group.processor.tenant, 0.0)
+                run = guarded_run.begin(group, logits.rows_of(group), seconds_used)
                 self._calls.begun(group, run)
             begun.append((group, run))
         return begun
 
-    def _first_uses(self, rows: Sequence[int]) -> dict[int, ProcessorUse]:
-        """Return the first processor of each row by its place. It identifies the row in `DeferredCalls`."""
-        return {place: members[0] for place, row in enumerate(rows) if (members := self._rows.get(row))}
+    def _first_uses(self, batch_rows: Sequence[int]) -> dict[int, ProcessorUse]:
+        """Return the first processor of each row of the logits. It identifies the sequence in `DeferredCalls`."""
+        return {row: uses[0] for row, batch_row in enumerate(batch_rows) if (uses := self._rows.get(batch_row))}
 
     def _resume(self, logits: torch.Tensor) -> dict[int, StageKey]:
         """Give saved rows the logits that an earlier step left.
 
         Args:
-            logits: float32 [places, vocab].
+            logits: float32 [rows, vocab].
 
         Returns:
-            The last stage that each of these rows has gone through, by place.
+            The last stage that each of these rows has gone through.
         """
         done = {}
-        for place, owner in self._owners.items():
+        for row, owner in self._owners.items():
             saved = self._calls.saved(owner)
             if saved is not None:
-                logits[place] = saved.logits
-                done[place] = saved.done
-                self._trace.resume(place, saved.trace)
+                logits[row] = saved.logits
+                done[row] = saved.done
+                self._trace.resume(row, saved.trace)
                 if saved.fault is not None:
-                    self._faults[place] = saved.fault
+                    self._faults[row] = saved.fault
         return done
 
     def _save(self, group: ProcessorGroup, rows: torch.Tensor, done: StageKey) -> None:
         """Save rows for a later step, in which they continue with the stage after `done`."""
-        for place, row in zip(group.rows, rows.clone(), strict=True):
-            self._deferred[place] = owner = self._owners[place]
-            self._calls.save(owner, SavedRow(row, done, trace=self._trace.take(place)))
+        for row, row_logits in zip(group.rows, rows.clone(), strict=True):
+            self._deferred[row] = owner = self._owners[row]
+            self._calls.save(owner, SavedRow(row_logits, done, trace=self._trace.take(row)))
 
     def _defer(self, group: ProcessorGroup, rows: torch.Tensor, run: Run, stage: StageKey) -> None:
         """Continue a call after the step. Its rows sit out until it has ended."""
         copied = rows.clone()
         run.defer(copied)
         group.stop_sharing_count()
-        owners = [self._owners[place] for place in group.rows]
-        traces = [self._trace.take(place) for place in group.rows]
+        owners = [self._owners[row] for row in group.rows]
+        traces = [self._trace.take(row) for row in group.rows]
         self._deferred |= dict(zip(group.rows, owners, strict=True))
         for owner in owners:
             self._calls.discard(owner)
         self._calls.add(DeferredCall(run, group, stage, copied, traces, owners, self._read))
 
     def _read(self, group: ProcessorGroup, rows: torch.Tensor, outcome: RunOutcome) -> dict[int, ProcessorFault]:
-        """Return the faults of a deferred call, by place in the group."""
+        """Return the faults of a deferred call, by row of the call."""
         return self._faults_of(group, rows, outcome) if self._needs_check(group, outcome) else {}
 
     def take_deferred(self) -> list[int]:
@@ -448,20 +448,20 @@ class ShippedProcessors(LogitsProcessor):
             self._calls.patience.charge(group.processor.tenant, outcome.occupied)
         if self._needs_check(group, outcome):
             faults = self._faults_of(group, logits.rows_of(group), outcome)
-            self._faults |= {group.rows[place]: fault for place, fault in faults.items()}
+            self._faults |= {group.rows[row]: fault for row, fault in faults.items()}
         if not group.is_adjacent:
             logits.write_back(group)
         if self._trace.top:
             rows = logits.rows_of(group)
-            for place, row in enumerate(group.rows):
-                name, digest = group.processor.name, group.processor.digest
-                self._trace.record_processor(row, name, digest, rows[place], again=group.again)
+            name, digest = group.processor.name, group.processor.digest
+            for row, row_logits in zip(group.rows, rows, strict=True):
+                self._trace.record_processor(row, name, digest, row_logits, again=group.again)
 
     def _needs_check(self, group: ProcessorGroup, outcome: RunOutcome) -> bool:
         return bool(outcome.faults) or not (group.processor.is_trusted or (group.is_last and not self._check_last))
 
     def _faults_of(self, group: ProcessorGroup, rows: torch.Tensor, outcome: RunOutcome) -> dict[int, ProcessorFault]:
-        """Return the faults of a call by place, and set their rows to zero.
+        """Return the faults of a call by its rows, and set these rows to zero.
 
         Those are rows on which the processor failed, or which have no usable logit.
         """
@@ -469,13 +469,13 @@ class ShippedProcessors(LogitsProcessor):
         # One reduction finds all three faults: amax propagates NaN, +inf is the largest value, and -inf is the largest
         # only if no other value is left.
         largest = rows.amax(dim=-1).tolist()
-        for place, number in enumerate(largest):
-            fault = outcome.faults.get(place)
+        for row, number in enumerate(largest):
+            fault = outcome.faults.get(row)
             if fault is None and not math.isfinite(number):
-                fault = _non_finite_fault(rows[place], group.members[place])
+                fault = _non_finite_fault(rows[row], group.members[row])
             if fault is not None:
-                faults[place] = fault
-                rows[place] = 0.0
+                faults[row] = fault
+                rows[row] = 0.0
         return faults
 
 

@@ -202,7 +202,7 @@ class FirstCallCredit:
         self._used: dict[str, tuple[float, float]] = {}
         """Tenant → (seconds used, at this time)."""
 
-    def left(self, tenant: str) -> float:
+    def remaining(self, tenant: str) -> float:
         """Return the extra seconds that a tenant's next first call may take."""
         used, at = self._used.get(tenant, (0.0, 0.0))
         refilled = (self._clock() - at) * self._seconds / CREDIT_PERIOD
@@ -212,7 +212,7 @@ class FirstCallCredit:
         """Subtract the time that a first call took beyond the step timeout."""
         extra = seconds - self._step_timeout
         if extra > 0:
-            self._used[tenant] = self._seconds - self.left(tenant) + extra, self._clock()
+            self._used[tenant] = self._seconds - self.remaining(tenant) + extra, self._clock()
 
 
 LOADING_NICE = 10

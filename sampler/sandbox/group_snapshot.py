@@ -27,14 +27,14 @@ class GroupMember(Protocol):
         view: the same `__req__`.
         restorable: True initially. Set to False once its values are found to be too large or not plain, so that they
             are not checked again in every step.
-        kept: None initially; then a copy of the parameters; empty once they have changed. Most processors never change
-            their parameters, and comparing is much cheaper than pickling.
+        params_copy: None initially; then a copy of the parameters; empty once they have changed. Most processors never
+            change their parameters, and comparing is much cheaper than pickling.
     """
 
     params: dict[str, Any]
     view: RequestView
     restorable: bool
-    kept: dict[str, Any] | None
+    params_copy: dict[str, Any] | None
 
 
 class GroupSnapshot:
@@ -58,8 +58,8 @@ class GroupSnapshot:
         self._saved = saved if values is not None else []
         self._values = values or _NO_VALUES
         for entry in self._saved:
-            if entry.member.kept is None:
-                entry.member.kept = _copy_of(entry.member.params)
+            if entry.member.params_copy is None:
+                entry.member.params_copy = _copy_of(entry.member.params)
 
     def __len__(self) -> int:
         return len(self._saved)
@@ -126,15 +126,15 @@ def _pickle_values(saved: Sequence[_SavedMember]) -> bytes | None:
 
 
 def _changing_params(member: GroupMember) -> dict[str, Any] | None:
-    """Return the parameters without `__req__`; None if they equal `kept`."""
-    if member.kept:
+    """Return the parameters without `__req__`; None if they equal `params_copy`."""
+    if member.params_copy:
         try:
-            if member.params == member.kept:
+            if member.params == member.params_copy:
                 return None
         # A value of the processor's own may raise when compared.
         except Exception:  # noqa: BLE001  # boundary: author code
             pass
-        member.kept = {}
+        member.params_copy = {}
     params = member.params.copy()
     params.pop("__req__", None)
     return params
@@ -159,7 +159,7 @@ def _restore(entry: _SavedMember, params: dict[str, Any] | None, state: dict[Any
     entry.state.clear()
     entry.state.update(state)
     if params is None:
-        params = _copy_of(entry.member.kept or {})
+        params = _copy_of(entry.member.params_copy or {})
     entry.member.params.clear()
     entry.member.params.update(params, __req__=view)
     return True

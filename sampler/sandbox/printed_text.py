@@ -48,8 +48,8 @@ class PrintedText(io.TextIOBase):
         body = line.encode(errors="replace")
         size = HEADER.size + len(body)
         if size > self._room >= 0:
-            kept = body[: max(0, self._room - HEADER.size)].decode(errors="ignore")  # no part of a character
-            body = (kept + _CUT).encode()
+            start = body[: max(0, self._room - HEADER.size)].decode(errors="ignore")  # no part of a character
+            body = (start + _CUT).encode()
         if self._room < 0 or self._send(body):
             self._line = ""
             self._room -= size

@@ -269,8 +269,8 @@ class Sandbox:
         self._outbox.clear()
         self._call = CallExchange(self._connection, outbox, command, self._call_number, body, deadline)
         # An awaited call may start on this core: this thread will sleep.
-        place = contextlib.nullcontext() if is_awaited else off_this_core(self._pid)
-        with place, contextlib.suppress(SandboxDied):  # `finish` raises it
+        core = contextlib.nullcontext() if is_awaited else off_this_core(self._pid)
+        with core, contextlib.suppress(SandboxDied):  # `finish` raises it
             self._call.send()
 
     def finish(self) -> tuple[Answer, bytes]:

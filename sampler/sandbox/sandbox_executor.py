@@ -192,12 +192,12 @@ class SandboxExecutor:
         sandboxed: SandboxedProcessor,
         members: Sequence[SandboxRow],
         logits: torch.Tensor | None,
-        spent: float = 0.0,
+        seconds_used: float = 0.0,
     ) -> SandboxRun:
         """Begin a call, see `ExecutorGroup.begin`; without logits if `SandboxRun.provide` follows."""
         sandbox = sandboxed.current_sandbox  # read once: a request that is admitted may replace it at any time
         self._receiver.release(sandbox.descriptor)  # a call of an aborted step
-        run = self._new_run(sandboxed, sandbox, spent)
+        run = self._new_run(sandboxed, sandbox, seconds_used)
         run.begin(sandbox, members, logits)
         return run
 
@@ -216,15 +216,15 @@ class SandboxExecutor:
         """Start the zygote again if it died. Blocks."""
         self._zygote.revive()
 
-    def _new_run(self, sandboxed: SandboxedProcessor, sandbox: Sandbox, spent: float) -> SandboxRun:
+    def _new_run(self, sandboxed: SandboxedProcessor, sandbox: Sandbox, seconds_used: float) -> SandboxRun:
         step_timeout = self._limits.step_timeout
-        if sandbox.is_new and (extra := self._first_calls.left(sandboxed.tenant)):
+        if sandbox.is_new and (extra := self._first_calls.remaining(sandboxed.tenant)):
             timeout = step_timeout + extra
             # Not several times as long: all requests wait.
             backstop = max(timeout, BACKSTOP * step_timeout)
             use = partial(self._first_calls.use, sandboxed.tenant)
             return SandboxRun(sandboxed, timeout, backstop, self._pending, use)
-        timeout = max(step_timeout - spent, step_timeout * MIN_SHARE)
+        timeout = max(step_timeout - seconds_used, step_timeout * MIN_SHARE)
         return SandboxRun(sandboxed, timeout, BACKSTOP * timeout, self._pending)
 
     def stats(self) -> SandboxStats:
@@ -349,12 +349,12 @@ class SandboxGroup:
             return None
         return self.executor.promise(self.processor, self.rows)
 
-    def begin(self, logits: torch.Tensor, spent: float = 0.0) -> SandboxRun:
+    def begin(self, logits: torch.Tensor, seconds_used: float = 0.0) -> SandboxRun:
         """See `ExecutorGroup.begin`. Edits are shorter than the rows, so that the call is promised them here too."""
         if not self.processor.reads.may_promise():
             self.processor.reads.skip()
-            return self.executor.begin(self.processor, self.rows, logits, spent)
-        run = self.executor.begin(self.processor, self.rows, None, spent)
+            return self.executor.begin(self.processor, self.rows, logits, seconds_used)
+        run = self.executor.begin(self.processor, self.rows, None, seconds_used)
         run.provide(logits)
         return run
 

@@ -362,9 +362,9 @@ class SandboxRun:
         self.advance()  # often the answer is already here, because the sandbox ran on this core
         began = time.perf_counter()
         until = began + timeout
-        while self.state.is_open and (left := until - time.perf_counter()) > 0:
+        while self.state.is_open and (remaining := until - time.perf_counter()) > 0:
             runs = {run._sandbox: run for run in self._pending if run._sandbox is not None}
-            for sandbox in wait_for_any(runs, left):
+            for sandbox in wait_for_any(runs, remaining):
                 runs[sandbox].advance()
         self._seconds_waited += time.perf_counter() - began
         return not self.state.is_open
@@ -454,8 +454,8 @@ class SandboxRun:
         assert deadline is not None
         elapsed = time.perf_counter() - deadline.began
         # The answer to a promise may have arrived long ago, while the model computed.
-        own = _own_seconds(answer, elapsed) if answer and self._logits_use != "given" else elapsed
-        self._seconds += own
+        seconds = _reported_seconds(answer, elapsed) if answer and self._logits_use != "given" else elapsed
+        self._seconds += seconds
         # Measured by this process, so that a sandbox that understates its time is charged, too.
         cpu_seconds = deadline.cpu_seconds()
         if self.state is CallState.DEFERRED:
@@ -463,11 +463,11 @@ class SandboxRun:
             self._seconds_used += cpu_seconds
             # The time that it waited for a core counts: many calls at the lowest priority get less of the cores than a
             # share, and slow down the engine all the same.
-            self._occupied += max(deadline.cpu_seconds_wanted(), own)
+            self._occupied += max(deadline.cpu_seconds_wanted(), seconds)
         else:
             seconds_used = deadline.seconds_used()
             self._seconds_used += seconds_used
-            self._occupied += max(cpu_seconds, min(own, seconds_used))
+            self._occupied += max(cpu_seconds, min(seconds, seconds_used))
 
     def _send_again(self, command: Command) -> None:
         """Send the rows, in the time that earlier exchanges of the call left."""
@@ -524,10 +524,10 @@ class SandboxRun:
         self._seconds_used += seconds
         self._occupied += seconds
 
-    def _apply_edits(self, places: Sequence[int], edits: GroupEdits) -> None:
+    def _apply_edits(self, rows: Sequence[int], edits: GroupEdits) -> None:
         assert self._logits is not None
         began = time.thread_time()
-        apply_edits(self._logits, [(places, edits)])
+        apply_edits(self._logits, [(rows, edits)])
         self._count(time.thread_time() - began)
 
     def _copy_out(self) -> None:
@@ -545,7 +545,7 @@ class SandboxRun:
             self._logits[self._rows_in_call] = result.to(self._logits.device)
 
 
-def _own_seconds(answer: tuple[Answer, bytes], elapsed: float) -> float:
+def _reported_seconds(answer: tuple[Answer, bytes], elapsed: float) -> float:
     """Return a promised call's duration as reported by its sandbox, at most `elapsed`; `elapsed` without a report.
 
     Only for receipts and metrics: limits count the time that this process measures.

@@ -62,14 +62,14 @@ class SequenceState:
         params: the parameters that the processor receives for its row, `__req__` included.
         view: the same `__req__`.
         output_ids: the original list of output tokens of the view.
-        restorable, kept: see `GroupMember`.
+        restorable, params_copy: see `GroupMember`.
     """
 
     params: dict[str, Any]
     view: RequestView
     output_ids: list[int]
     restorable: bool = True
-    kept: dict[str, Any] | None = None
+    params_copy: dict[str, Any] | None = None
 
     def extend(self, tokens: list[int]) -> None:
         """Append new output tokens."""

@@ -640,8 +640,8 @@ class ChargingExecutor:
     def group(self, *_: Any) -> ChargingExecutor:
         return self
 
-    def begin(self, logits: torch.Tensor, spent: float = 0.0) -> ChargingExecutor:
-        self.spent.append(spent)
+    def begin(self, logits: torch.Tensor, seconds_used: float = 0.0) -> ChargingExecutor:
+        self.spent.append(seconds_used)
         return self
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
@@ -707,7 +707,7 @@ class OneCallExecutor:
 
     def group(self, processor: LoadedProcessor, rows: Sequence[Any]) -> Any:
         return SimpleNamespace(
-            promise=lambda: self.Call(self, len(rows)), begin=lambda logits, spent: self.Call(self, len(logits))
+            promise=lambda: self.Call(self, len(rows)), begin=lambda logits, seconds_used: self.Call(self, len(logits))
         )
 
 

@@ -23,7 +23,7 @@ class Member:
     params: dict[str, Any]
     view: RequestView
     restorable: bool = True
-    kept: dict[str, Any] | None = None
+    params_copy: dict[str, Any] | None = None
 
 
 def member(params: dict[str, Any] | None = None, state: dict[Any, Any] | None = None) -> Member:

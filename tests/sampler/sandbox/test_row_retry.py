@@ -26,7 +26,7 @@ class Member:
     params: dict[str, Any]
     view: RequestView
     restorable: bool = True
-    kept: dict[str, Any] | None = None
+    params_copy: dict[str, Any] | None = None
 
 
 def member(state: dict[Any, Any] | None = None, **params: Any) -> Member:

@@ -352,7 +352,7 @@ def test_waiting_uses_up_the_time_of_first_calls(zygote: ZygoteProcess, model: M
     caller = Caller(executor, model)
     processor = executor.load(source(SLEEPS), "one")
     assert not caller.call(processor, caller.attach(processor))[1].faults
-    assert executor._first_calls.left("one") < 59.8
+    assert executor._first_calls.remaining("one") < 59.8
     executor.close()
 
 

@@ -83,7 +83,7 @@ class LateGroup:
     def promise(self) -> LateRun | None:
         return self._run() if self.executor.random.random() < 0.5 else None
 
-    def begin(self, logits: torch.Tensor, spent: float = 0.0) -> LateRun:
+    def begin(self, logits: torch.Tensor, seconds_used: float = 0.0) -> LateRun:
         run = self._run()
         run.provide(logits)
         return run
