@@ -36,7 +36,7 @@ class CallableExecutor(LocalExecutor):
         raise AssertionError("a request-level callable is not loaded from a processor string")
 
     def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> LocalRow:
-        """See `ProcessorExecutor.attach`."""
+        """Return the row of a sequence, whose view keeps the sequence's callable."""
         row = super().attach(processor, sequence)
         row.params["__req__"].state[_CALLABLE] = _SequenceCallable(processor.instance)
         return row
@@ -44,7 +44,7 @@ class CallableExecutor(LocalExecutor):
     def run(
         self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
     ) -> torch.Tensor:
-        """See `LocalExecutor.run`. There is one row, whose parameters hold only `__req__`."""
+        """Call the callable of a sequence on its row. The parameters are `__req__` alone."""
         [params] = param_list
         view: RequestView = params["__req__"]
         function: _SequenceCallable = view.state[_CALLABLE]

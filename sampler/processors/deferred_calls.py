@@ -66,11 +66,11 @@ class EndlessPatience:
     is_limited = False
 
     def left(self, tenant: str, num_rows: int = 1) -> float:
-        """See `StepPatience.left`."""
+        """Return infinity: a step waits until the call ends."""
         return math.inf
 
     def charge(self, tenant: str, seconds: float) -> None:
-        """See `StepPatience.charge`."""
+        """Do nothing."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -225,26 +225,26 @@ class CallPart:
         self._all_logits: torch.Tensor | None = None
 
     def needs_logits(self) -> bool:
-        """See `Run.needs_logits`. Also true of an ended call whose rows take values from others."""
+        """Return whether logits are needed: also for an ended call whose rows take values from others."""
         outcome = self._call.end_early()
         return outcome is None or self._edits_of_rows(outcome) is None
 
     def provide(self, logits: torch.Tensor) -> None:
-        """See `Run.provide`. The rows that have ended get zeros."""
+        """Give the call the logits of these rows. The rows that have ended get zeros."""
         all_logits = self._among_all(logits)
         if not self._call.has_ended:
             self._call.provide(all_logits)
 
     def wait(self, timeout: float) -> bool:
-        """See `Run.wait`."""
+        """Wait at most `timeout` seconds for the end of the call. Return whether it has ended."""
         return self._call.has_ended or self._call.wait(timeout)
 
     def lower_priority(self) -> None:
-        """See `Run.lower_priority`."""
+        """Continue the call at the lowest priority."""
         self._call.lower_priority()
 
     def defer(self, logits: torch.Tensor) -> None:
-        """See `Run.defer`."""
+        """Continue the call after its step, which no longer waits for it."""
         self._call.defer(self._among_all(logits))
 
     def _among_all(self, logits: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ class CallPart:
         return self._all_logits
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
-        """See `Run.finish`."""
+        """Wait for the end of the call, and return the outcome of these rows, with their share of the seconds."""
         outcome = self._call.take_outcome() if self._call.has_ended else self._call.finish()
         assert outcome is not None
         if self._all_logits is None:

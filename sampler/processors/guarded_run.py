@@ -68,27 +68,27 @@ class GuardedRun:
         return result
 
     def needs_logits(self) -> bool:
-        """See `Run.needs_logits`."""
+        """Return whether the call still needs its logits; False if the server failed in it."""
         return self._attempt(lambda run: run.needs_logits(), False)
 
     def provide(self, logits: torch.Tensor) -> None:
-        """See `Run.provide`."""
+        """Give the call its logits."""
         self._attempt(lambda run: run.provide(logits), None)
 
     def wait(self, timeout: float) -> bool:
-        """See `Run.wait`."""
+        """Wait at most `timeout` seconds for the end of the call. Return whether it has ended."""
         return self._attempt(lambda run: run.wait(timeout), True)
 
     def lower_priority(self) -> None:
-        """See `Run.lower_priority`."""
+        """Continue the call at the lowest priority."""
         self._attempt(lambda run: run.lower_priority(), None)
 
     def defer(self, logits: torch.Tensor) -> None:
-        """See `Run.defer`."""
+        """Continue the call after its step, which no longer waits for it."""
         self._attempt(lambda run: run.defer(logits), None)
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
-        """See `Run.finish`."""
+        """Wait for the end of the call, and return its outcome: a fault of all rows if the server failed in it."""
         outcome = self._attempt(lambda run: run.finish(collect), None)
         if outcome is None:
             assert isinstance(self._run, ProcessorFault)

@@ -32,7 +32,7 @@ class InProcessExecutor(LocalExecutor):
         self._model = model
 
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
-        """See `ProcessorExecutor.load`."""
+        """Load a class and instantiate it in this process, see `ProcessorExecutor.load`."""
         if not isinstance(string, PickledProcessor | SourceProcessor):
             raise ProcessorLoadError(f"{type(string).__name__} ships no code")
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
@@ -58,7 +58,7 @@ class InProcessExecutor(LocalExecutor):
     def run(
         self, processor: LoadedProcessor, logits: torch.Tensor, param_list: Sequence[dict[str, Any]]
     ) -> torch.Tensor:
-        """See `LocalExecutor.run`."""
+        """Call the instance of the class on the rows, see `LocalExecutor.run`."""
         instance = processor.instance
         edit(
             instance,

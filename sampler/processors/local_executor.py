@@ -55,7 +55,7 @@ class LocalRow:
         self.output = OutputFollower(view, sequence.output_token_ids, on_first_use)
 
     def fork(self, output_token_ids: list[int]) -> LocalRow:
-        """See `ExecutorRow.fork`."""
+        """Copy the parameters and the view for another sequence, see `ExecutorRow.fork`."""
         sequence, processor = self._sequence, self._processor
         is_prepared = sequence.prepared is not None
         # Parameters that were prepared at admission are read-only and shared by all sequences.
@@ -71,7 +71,7 @@ class LocalRow:
         return fork
 
     def close(self) -> None:
-        """See `ExecutorRow.close`."""
+        """Do nothing: the state is freed with the row."""
 
 
 class LocalExecutor(ABC):
@@ -82,7 +82,7 @@ class LocalExecutor(ABC):
 
     @abstractmethod
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
-        """See `ProcessorExecutor.load`."""
+        """Load a class into this process, see `ProcessorExecutor.load`."""
 
     @abstractmethod
     def run(
@@ -103,23 +103,23 @@ class LocalExecutor(ABC):
         """
 
     def ensure(self, processor: LoadedProcessor) -> None:  # noqa: B027  # nothing to do, nor in a subclass
-        """See `ProcessorExecutor.ensure`. Processors in this process are always ready."""
+        """Do nothing: processors in this process are always ready."""
 
     def is_ready(self, processor: LoadedProcessor) -> bool:
-        """See `ProcessorExecutor.is_ready`."""
+        """Return True: processors in this process are always ready."""
         return True
 
     def cancel_load(self, digest: str, tenant: str) -> bool:
-        """See `ProcessorExecutor.cancel_load`. A thread of this process cannot be stopped."""
+        """Return False: a thread of this process cannot be stopped."""
         return False
 
     def unload(self, processor: LoadedProcessor) -> None:  # noqa: B027
-        """See `ProcessorExecutor.unload`. The processor is freed with its last reference."""
+        """Do nothing: the processor is freed with its last reference."""
 
     def restrict(
         self, processor: LoadedProcessor, rows: Sequence[ExecutorRow], allowed: Sequence[AllowedTokens]
     ) -> None:
-        """See `ProcessorExecutor.restrict`. Only processors that come with logitship implement it."""
+        """Let a processor that comes with logitship forbid tokens; leave the rows of others open."""
         if not processor.is_trusted:
             for each in allowed:
                 each.leave_open()
@@ -131,11 +131,11 @@ class LocalExecutor(ABC):
         processor.instance.restrict([row.params for row in local], allowed)
 
     def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> LocalRow:
-        """See `ProcessorExecutor.attach`."""
+        """Return the row of a sequence, with its parameters and view."""
         return LocalRow(processor, sequence, self._count_first_use)
 
     def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> GroupCaller:
-        """See `ProcessorExecutor.group`."""
+        """Return the rows of a processor, which it is called for together."""
         return GroupCaller(self, processor, [row for row in rows if isinstance(row, LocalRow)])
 
     def _count_first_use(self) -> None:
@@ -154,7 +154,7 @@ class GroupCaller(LocalGroup):
         self._num_first_uses = -1
 
     def call(self, logits: torch.Tensor) -> RunOutcome:
-        """See `LocalGroup.call`."""
+        """Call the processor, and once for each row if a processor that comes with logitship fails."""
         began = time.perf_counter()
         if self._used_outputs or self._num_first_uses != self._executor._num_first_uses:
             self._sync()

@@ -128,7 +128,7 @@ class SandboxExecutor:
             on_failure.pop_all()
 
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
-        """See `ProcessorExecutor.load`."""
+        """Load a class in a new sandbox, see `ProcessorExecutor.load`."""
         if not isinstance(string, PickledProcessor | SourceProcessor):
             raise ProcessorLoadError(f"{type(string).__name__} ships no code")
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
@@ -148,17 +148,17 @@ class SandboxExecutor:
         )
 
     def ensure(self, processor: LoadedProcessor) -> None:
-        """See `ProcessorExecutor.ensure`."""
+        """Load a class again, in another sandbox, if its sandbox has died. Blocks, and raises like `load`."""
         sandboxed: SandboxedProcessor = processor.instance
         self._start(sandboxed)
 
     def is_ready(self, processor: LoadedProcessor) -> bool:
-        """See `ProcessorExecutor.is_ready`."""
+        """Return whether the sandbox of a processor runs. Never blocks."""
         sandboxed: SandboxedProcessor = processor.instance
         return sandboxed.current_sandbox.is_running
 
     def cancel_load(self, digest: str, tenant: str) -> bool:
-        """See `ProcessorExecutor.cancel_load`. Kills the sandbox."""
+        """Kill the sandbox in which a class is loaded."""
         with self._counter_lock:
             load = self._loading.get((digest, tenant))
         if load is not None:
@@ -166,7 +166,7 @@ class SandboxExecutor:
         return True
 
     def unload(self, processor: LoadedProcessor) -> None:
-        """See `ProcessorExecutor.unload`."""
+        """End the sandbox of a processor."""
         sandboxed: SandboxedProcessor = processor.instance
         with sandboxed.lock:
             if sandboxed.sandbox is not None:
@@ -175,16 +175,16 @@ class SandboxExecutor:
     def restrict(
         self, processor: LoadedProcessor, rows: Sequence[ExecutorRow], allowed: Sequence[AllowedTokens]
     ) -> None:
-        """See `ProcessorExecutor.restrict`. Shipped classes show what they do in their calls, one for each token."""
+        """Leave all rows open: shipped classes show what they do in their calls, one for each token."""
         for each in allowed:
             each.leave_open()
 
     def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> SandboxRow:
-        """See `ProcessorExecutor.attach`."""
+        """Return the row of a sequence, which is sent to the sandbox with its first call."""
         return SandboxRow(sequence, self._handles)
 
     def group(self, processor: LoadedProcessor, rows: Sequence[ExecutorRow]) -> SandboxGroup:
-        """See `ProcessorExecutor.group`."""
+        """Return the rows of a processor, which it is called for together."""
         return SandboxGroup(self, processor.instance, [row for row in rows if isinstance(row, SandboxRow)])
 
     def begin(
@@ -344,13 +344,13 @@ class SandboxGroup:
     rows: Sequence[SandboxRow]
 
     def promise(self) -> SandboxRun | None:
-        """See `ExecutorGroup.promise`."""
+        """Begin a call before its logits exist; return None if the processor probably uses their values."""
         if not self.processor.reads.may_promise():
             return None
         return self.executor.promise(self.processor, self.rows)
 
     def begin(self, logits: torch.Tensor, seconds_used: float = 0.0) -> SandboxRun:
-        """See `ExecutorGroup.begin`. Edits are shorter than the rows, so that the call is promised them here too."""
+        """Begin a call. It is promised its logits here too, because edits are shorter than rows."""
         if not self.processor.reads.may_promise():
             self.processor.reads.skip()
             return self.executor.begin(self.processor, self.rows, logits, seconds_used)
@@ -359,7 +359,7 @@ class SandboxGroup:
         return run
 
     def call(self, logits: torch.Tensor) -> RunOutcome:
-        """See `ExecutorGroup.call`."""
+        """Call the processor, and wait until the call has ended."""
         return self.begin(logits).finish()
 
 

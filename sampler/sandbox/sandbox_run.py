@@ -154,7 +154,7 @@ class SandboxRow:
         self.num_sent = 0
 
     def fork(self, output_token_ids: list[int]) -> SandboxRow:
-        """See `ExecutorRow.fork`. Raises nothing: a failed copy is reported by the next call of the new sequence."""
+        """Copy the sequence in its sandbox, see `ExecutorRow.fork`. A failed copy is reported by its next call."""
         copy = SandboxRow(replace(self.sequence, output_token_ids=output_token_ids), self._handles)
         copy.sandbox, copy.num_sent = self.sandbox, self.num_sent
         if self.sandbox is not None and self.sandbox.alive:
@@ -162,7 +162,7 @@ class SandboxRow:
         return copy
 
     def close(self) -> None:
-        """See `ExecutorRow.close`."""
+        """Free the sequence's state in its sandbox."""
         if self.sandbox is not None and self.sandbox.alive:
             self.sandbox.enqueue(Command.DETACH, marshal.dumps(self.handle))
             self.sandbox.flush()  # this may have been the last call: free the sequence's state now
@@ -324,14 +324,14 @@ class SandboxRun:
         return False
 
     def needs_logits(self) -> bool:
-        """See `Run.needs_logits`."""
+        """Return whether the call still needs its logits: False once it has ended with edits."""
         self._take_over()
         if self.state.is_open:
             self.advance()
         return self.state is not CallState.RECORDED
 
     def provide(self, logits: torch.Tensor) -> None:
-        """See `Run.provide`."""
+        """Give the call its logits: send the rows now if the processor waits for them."""
         self._take_over()
         self._logits = logits
         if self.state is CallState.READING:
@@ -353,7 +353,7 @@ class SandboxRun:
                 self._pending.append(self)
 
     def wait(self, timeout: float) -> bool:
-        """See `Run.wait`."""
+        """Wait at most `timeout` seconds for the end of the call, and serve other calls meanwhile."""
         if not self.state.is_open:
             return True
         assert self._sandbox is not None
@@ -370,13 +370,13 @@ class SandboxRun:
         return not self.state.is_open
 
     def lower_priority(self) -> None:
-        """See `Run.lower_priority`."""
+        """Continue the call at the lowest priority, also after further messages."""
         self._has_low_priority = True
         if self._sandbox is not None:
             self._sandbox.lower_priority_of_call()
 
     def defer(self, logits: torch.Tensor) -> None:
-        """See `Run.defer`."""
+        """Continue the call after its step, at the lowest priority and with more wall-clock time."""
         self._enter(CallState.DEFERRED)
         self._logits = logits
         self._backstop = DEFERRED_BACKSTOP * self._timeout
@@ -384,7 +384,7 @@ class SandboxRun:
         self._sandbox.defer(self._backstop)
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
-        """See `Run.finish`."""
+        """Wait for the end of the call. Copy the rows out, or collect or apply the edits, and return the outcome."""
         self.wait(math.inf)
         ended = self.state
         self._enter(CallState.TAKEN)

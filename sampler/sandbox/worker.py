@@ -384,7 +384,7 @@ class ServerConnection:
         self._number = 0  # what is printed from now on, by a profile function for example, belongs to the next call
 
     def receive_rows(self, body: bytes) -> None:
-        """See `Worker.receive_rows`. Called while a command is executed: those for later calls are postponed."""
+        """Send READ, and return once the rows are there. Commands for later calls that arrive before are postponed."""
         self.answer(Answer.READ, body)
         while True:
             message = self._receive()
