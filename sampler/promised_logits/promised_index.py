@@ -72,10 +72,11 @@ class Mask(NamedTuple):
     def cells(self, vocab_size: int) -> Cells:
         """Return the elements."""
         starts = np.array(self.rows, np.int64) * vocab_size
+        (places,) = self.mask.numpy().reshape(-1).nonzero()  # a fraction of the time in two dimensions
         if self.mask.ndim == 2:
-            own_rows, columns = self.mask.numpy().nonzero()
+            own_rows, columns = np.divmod(places, vocab_size)
             return _cells(starts[own_rows] + columns)
-        grid = starts[:, None] + self.mask.numpy().nonzero()[0]
+        grid = starts[:, None] + places
         return _cells(grid[0] if self.is_one else grid)
 
 

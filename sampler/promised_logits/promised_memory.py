@@ -109,7 +109,7 @@ class Memory:
         self.source = source
         self.is_pending = True
         vectors = source.recent.vectors
-        self.log = EditLog(source.num_rows, source.vocab_size, vectors) if base is None else base.log.copy()
+        self.log: EditLog = EditLog(source.num_rows, source.vocab_size, vectors) if base is None else base.log.copy()
         self.base, self.base_length = base, 0 if base is None else len(base.log.edits)
         if base is not None and base.base is not None:
             self.base, self.base_length = base.base, base.base_length

@@ -61,9 +61,7 @@ PromisedLogits.__name__ = PromisedLogits.__qualname__ = "Tensor"  # which Python
 
 def wrap(state: State) -> PromisedLogits:
     """Return a tensor that stands for a state."""
-    tensor: PromisedLogits = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        PromisedLogits, state.shape, dtype=torch.float32
-    )
+    tensor: PromisedLogits = torch.Tensor._make_wrapper_subclass(PromisedLogits, state.shape, dtype=torch.float32)
     tensor.promised_state = state
     tensor.promised_reference = state.memory.source.reference
     return tensor
