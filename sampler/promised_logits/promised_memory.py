@@ -15,7 +15,7 @@ from logitship.sampler.edits.logit_edits import EditLog, RecentVectors
 
 @dataclass(frozen=True)
 class RecentCalls:
-    """What is known from earlier calls of a processor.
+    """Knowledge from earlier calls of a processor.
 
     Attributes:
         vectors: copies of the vectors that they recorded.
@@ -29,7 +29,7 @@ def _fetch_too_late() -> torch.Tensor:
 
 
 class Reference:
-    """What each promised tensor of a call refers to, so that it exists as long as one of them."""
+    """Object that each promised tensor of a call refers to, so that it exists as long as one of them."""
 
 
 class Source:

@@ -335,7 +335,7 @@ def test_call_of_an_aborted_step(
 
 
 def test_call_has_one_life(executor: SandboxExecutor, promise: Promise) -> None:
-    """What a step may do once, it cannot do twice: an error of the server then, which `GuardedRun` contains."""
+    """A step cannot do twice what it may do once: an error of the server then, which `GuardedRun` contains."""
     processor = executor.load(source(FORBIDS))
     with stopped(pidfd_of(processor)):
         run = promise(processor, {"ids": [1]})
