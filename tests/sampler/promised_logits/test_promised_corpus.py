@@ -32,7 +32,6 @@ def test_only_classes_that_should_raise(covered: list[Coverage]) -> None:
         "Broken",
         "contract: Raises",
         "environment: OnlyAlone",
-        "row_loops: Tokenizes",
         "real_engine: Misspells",
     }
 
