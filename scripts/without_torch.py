@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from tests.helpers.coroutines import pytest_pyfunc_call as pytest_pyfunc_call
+from tests.helpers.random_cases import register_profiles
 
 TESTS = Path(__file__).parents[1] / "tests"
 NEEDS_TORCH = re.compile("No module named '(torch|transformers|tokenizers)")
@@ -31,6 +33,12 @@ def _constant(name: str) -> Any:
 
 
 LEFT_OUT = [TESTS / path for path in _constant("THOROUGH") + _constant("SLOW")]
+
+
+def pytest_configure() -> None:
+    """Load the profile of `scripts/test`."""
+    register_profiles()
+    settings.load_profile("default")
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from tokenizers import Tokenizer as TokenizersTokenizer
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -27,14 +27,7 @@ from logitship.server.model.model_loader import LoadedModel
 from logitship.server.tokenizer import Tokenizer
 from tests.helpers.coroutines import pytest_pyfunc_call as pytest_pyfunc_call
 from tests.helpers.engine_requests import BuildEngine
-
-# How long an example takes depends on what else the machine does.
-COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-# The same examples in each run.
-REPEATED = settings(COMMON, derandomize=True, database=None)
-settings.register_profile("fast", REPEATED, max_examples=20)
-settings.register_profile("default", REPEATED, max_examples=50)
-settings.register_profile("all", COMMON, max_examples=100, derandomize=False, print_blob=True)
+from tests.helpers.random_cases import register_profiles
 
 SPECIAL_TOKENS = ["<s>", "</s>", "<think>", "</think>"]
 CHAT_TEMPLATE = (
@@ -130,6 +123,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    register_profiles()
     settings.load_profile("fast" if config.getoption("--fast") else "all" if config.getoption("--all") else "default")
     if missing := [path for path in SLOW + THOROUGH if not (HERE / path).exists()]:
         raise pytest.UsageError(f"tests/conftest.py names tests that do not exist: {', '.join(missing)}")

@@ -1,4 +1,4 @@
-"""Random examples, more or fewer of them by the profile of hypothesis that `tests/conftest.py` loads."""
+"""Random examples, more or fewer of them by the profile of hypothesis."""
 
 from __future__ import annotations
 
@@ -9,6 +9,18 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 Test: TypeAlias = "Callable[..., None]"
+
+
+def register_profiles() -> None:
+    """Register the profiles of hypothesis: `fast` and `all` for the options of the same names, and `default`."""
+    # How long an example takes depends on what else the machine does.
+    common = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    # The same examples in each run.
+    repeated = settings(common, derandomize=True, database=None)
+    settings.register_profile("fast", repeated, max_examples=20)
+    settings.register_profile("default", repeated, max_examples=50)
+    settings.register_profile("all", common, max_examples=100, derandomize=False, print_blob=True)
+
 
 SEEDS = st.lists(st.booleans(), min_size=32, max_size=32).map(
     lambda bits: sum(1 << i for i, bit in enumerate(bits) if bit)
