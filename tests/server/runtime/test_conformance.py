@@ -3,51 +3,81 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import pytest
 import torch
 
+from logitship.client.serialization.processor_string import SourceProcessor
+from logitship.sampler.processors.executor import RunOutcome
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.server.runtime import allowances
 from logitship.server.runtime.request_runtime import RequestRuntime
-from logitship.server.sglang.sampling_ranks import SamplingRanks
-from logitship.server.transformers import generate_seat
+from tests.helpers.processors import CHECKS_HISTORY, shipped, shipped_by_row
 from tests.helpers.random_cases import random_seeds
-from tests.server.vllm.early_executor import EarlyExecutor
-from tests.server.vllm.fake_runner import OneRank
+from tests.server.sglang.fake_sglang import Sglang, SglangDrafts
+from tests.server.vllm.fake_vllm import VllmV2Drafts
 
-from .fake_engines import BATCHED, ENGINES, FakeEngine, Job
+from .early_executor import EarlyExecutor, EarlyRun
+from .fake_engine import CHOICE, FOLLOWS, BatchedEngine, FakeEngine, FakeGroup, FakeRequest, Job, PluginEngine
+from .fake_engines import BATCHED, DRAFTING, EARLY, ENGINES, PLUGINS, Own
 
-engines = pytest.mark.parametrize("engine", ENGINES)
+Test = TypeVar("Test", bound=Callable[..., None])
 
 
-@engines
+def on(engines: tuple[type[FakeEngine], ...]) -> Callable[[Test], Test]:
+    """Run a test on each of these engines."""
+    return pytest.mark.parametrize("engine", engines, ids=lambda each: each.__name__)
+
+
+def random_jobs(seed: int, count: int) -> list[Job]:
+    """Return requests without a processor, and with ones that run, that fail, and that forbid no token."""
+    rng, jobs = random.Random(seed), []
+    for number in range(count):
+        prompt, tokens, first = rng.randint(1, 9), rng.randint(1, 20), rng.randint(2, 40)
+        kind = rng.choice(["plain", "runs", "follows", "fails", "stops"])
+        jobs.append(
+            Job(
+                str(number),
+                None if kind == "plain" else first,
+                prompt,
+                tokens,
+                fails_at=rng.randrange(tokens) if kind == "fails" else None,
+                stops_at=rng.randint(1, tokens) if kind == "stops" else None,
+                own=number % 2,
+                **({"source": FOLLOWS} if kind == "follows" else {}),
+            )
+        )
+    return jobs
+
+
+@on(ENGINES)
 @pytest.mark.parametrize("share", [0.0, 0.7])
 @random_seeds(12)
 def test_histories_are_exact_in_every_schedule(seed: int, engine: type[FakeEngine], share: float) -> None:
     """Covers prompt chunks, preemption, retraction, moves of rows, tokens in flight, a step too many, early calls."""
-    executor = EarlyExecutor()
+    executor = EarlyExecutor(engine.vocab_size)
     executor.share = share
-    rng = random.Random(seed)
-    fake, expected, jobs = engine(executor), {}, []
-    for number in range(24):
-        prompt, tokens, first = rng.randint(1, 9), rng.randint(1, 20), rng.randint(2, 40)
-        kind = rng.choice(["plain", "runs", "runs", "fails"])
-        fails_at = rng.randrange(tokens) if kind == "fails" else None
-        job = Job(str(number), None if kind == "plain" else first, prompt, tokens, fails_at, own=number % 2)
-        jobs.append(job)
-        expected[job.rid] = fake.plain(job) if kind == "plain" else job.forced
-    assert fake.run(seed, *jobs) == expected
+    is_plugin = issubclass(engine, PluginEngine)
+    if not is_plugin:
+        executor.delays = [0, 0, 1, 2, 6]  # some calls are deferred; a step of a plugin would end their requests
+    fake, jobs = engine(executor), random_jobs(seed, 24 if is_plugin else 12)
+    assert fake.run(seed, *jobs) == {job.rid: fake.expected(job) for job in jobs}
     assert fake.ends.keys() == {job.rid for job in jobs if job.fails_at is not None}
-    assert fake.processors.in_use == 0
-    assert not fake.runtime._kept
+    cut = {job.rid for job in jobs if job.fails_at is not None or job.stops_at is not None}
+    calls = {job.rid: job.tokens for job in jobs if job.first is not None and job.rid not in cut}
+    if engine is not VllmV2Drafts:  # it does not know the last draft tokens that vLLM accepts
+        assert calls.items() <= fake.receipts.items()
+    assert not fake.held
     assert bool(executor.num_early) == (share > 0 and fake.begins_early)
     assert not executor.unfinished
     assert not executor.attached
+    assert bool(fake.num_accepted) == (engine in DRAFTING)
 
 
-@engines
+@on(ENGINES)
 @pytest.mark.parametrize(("tokens", "stop"), [(4, ()), (8, (5,))], ids=["its_length", "a_stop_token"])
 def test_processor_is_not_called_after_the_end(engine: type[FakeEngine], tokens: int, stop: tuple[int, ...]) -> None:
     """Engines compute one step more than they need, before they know the token that ended the request."""
@@ -56,26 +86,26 @@ def test_processor_is_not_called_after_the_end(engine: type[FakeEngine], tokens:
     assert not fake.ends
 
 
-@engines
+@on(ENGINES)
 def test_fault_ends_its_request_with_the_traceback(engine: type[FakeEngine]) -> None:
     fake = engine()
     failing, other = Job("fails", fails_at=2), Job("other", first=20)
-    assert fake.run(1, failing, other) == {"fails": [2, 3], "other": other.forced}
+    assert fake.run(1, failing, other) == {"fails": [2, 3], "other": other.expected}
     assert "processor ChecksHistory raised RuntimeError: requested" in fake.ends["fails"]
     assert "Traceback" in fake.ends["fails"]
     assert fake.ends.keys() == {"fails"}
 
 
-@engines
+@on(ENGINES)
 def test_processor_that_cannot_be_loaded_ends_its_request(engine: type[FakeEngine]) -> None:
     fake = engine()
     broken, other = Job("broken", processor='{"name": "nothing"}'), Job("other")
-    assert fake.run(1, broken, other) == {"broken": [], "other": other.forced}
+    assert fake.run(1, broken, other) == {"broken": [], "other": other.expected}
     assert "no processor is installed or registered as 'nothing'" in fake.ends["broken"]
-    assert fake.processors.in_use == 0
+    assert not fake.held
 
 
-@engines
+@on(PLUGINS)
 def test_step_that_loaded_for_long_loads_no_more_classes(
     engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -84,63 +114,62 @@ def test_step_that_loaded_for_long_loads_no_more_classes(
     known = Job("known", own=1)
     fake.run(0, known)
     monkeypatch.setattr("logitship.server.runtime.request_runtime.MAX_LOADING", -1.0)
-    assert fake.run(0, known, Job("new", own=2)) == {"known": known.forced, "new": []}
+    assert fake.run(0, known, Job("new", own=2)) == {"known": known.expected, "new": []}
     assert "try again" in fake.ends["new"]
 
 
-@engines
-def test_error_of_the_plugin_ends_the_requests_and_is_not_raised(
+@on(ENGINES)
+def test_error_of_the_server_ends_the_requests_and_is_not_raised(
     engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(ShippedProcessors, "apply", fail)
     fake, plain = engine(), Job("plain", first=None)
-    assert fake.run(0, Job("x"), plain) == {"x": [], "plain": fake.plain(plain)}
-    assert "the server had an internal error" in fake.ends["x"]
+    with monkeypatch.context() as patch:
+        patch.setattr(ShippedProcessors, "apply", fail)
+        outputs = fake.run(0, Job("x"), *[plain] * fake.fails_alone)
+    assert outputs.pop("x") == []
+    assert (outputs or fake.run(0, plain)) == {"plain": fake.expected(plain)}
+    assert fake.internal_error in fake.ends["x"]
 
 
-RANDOM = """
-import torch
-from logitship import CustomLogitProcessor
-
-torch.rand(1)
-
-class Random(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        return logits + torch.rand(logits.shape)
-"""
-
-
-@engines
-def test_code_in_this_process_leaves_the_random_numbers_of_ranks_as_they_were(
+@on((*EARLY, Own))
+def test_error_of_the_server_in_a_call_ends_its_rows_alone(
     engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    finish = EarlyRun.finish
+
+    def failing(run: EarlyRun, *args: Any) -> RunOutcome:
+        outcome = finish(run, *args)
+        if run._edited[0, 20] == 0.0:
+            raise KeyError("an error of the server")
+        return outcome
+
+    monkeypatch.setattr(EarlyRun, "finish", failing)
+    fake, other = engine(EarlyExecutor(engine.vocab_size)), Job("other", first=30, own=1)
+    assert fake.run(0, Job("broken", first=20), other) == {"broken": [], "other": other.expected}
+    assert "the server failed on a call of processor" in fake.ends["broken"]
+
+
+RANDOM = shipped("Random", "return logits + torch.rand(logits.shape)")
+
+
+@on(PLUGINS)
+def test_code_in_this_process_leaves_the_random_numbers_of_ranks_as_they_were(engine: type[PluginEngine]) -> None:
     """The ranks sample from generators in the same state. One that drew more numbers would sample other tokens."""
-    for ranks in (SamplingRanks, OneRank, generate_seat.OneRank):
-        monkeypatch.setattr(ranks, "size", 2)
-    monkeypatch.setattr(SamplingRanks, "share", lambda _, logits, rows, ended: ended)
     before = torch.random.get_rng_state()
-    fake = engine()
-    fake.run(0, Job("x", source=(RANDOM, "Random")))
+    fake = engine(group=FakeGroup.of(2, present=1)[0])
+    fake.run(0, Job("x", source=SourceProcessor(RANDOM.source + "torch.rand(1)\n", "Random")))
     assert not fake.ends
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-SLEEPS = """
-import time
-from logitship import CustomLogitProcessor
-
-class Sleeps(CustomLogitProcessor):
-    def __call__(self, logits, custom_param_list=None):
-        time.sleep(6.0)
-        return logits + 0.0
-"""
+SLEEPS = shipped("Sleeps", "import time; time.sleep(6.0); return logits + 0.0")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", BATCHED)
+@on(BATCHED)
 def test_slow_request_ends_and_others_continue(engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second may find the processor busy with a call of the first."""
     monkeypatch.setattr(allowances, "BURST", 1.0)  # a fast call takes less on a busy machine, too
@@ -148,15 +177,15 @@ def test_slow_request_ends_and_others_continue(engine: type[FakeEngine], monkeyp
     fake = engine(processor_isolation="sandbox")
     plain = [Job(f"plain {number}", first=None, tokens=20) for number in range(3)]
     fast = Job("fast", first=20)
-    slow = [Job(f"slow {number}", source=(SLEEPS, "Sleeps")) for number in range(2)]
-    expected = {job.rid: fake.plain(job) for job in plain} | {"fast": fast.forced, "slow 0": [], "slow 1": []}
-    assert fake.run(0, *plain, *slow, fast) == expected
+    slow = [Job(f"slow {number}", source=SLEEPS) for number in range(2)]
+    outputs = fake.run(0, *plain, *slow, fast)
+    assert outputs == {job.rid: job.expected for job in [*plain, fast]} | {"slow 0": [], "slow 1": []}
     assert fake.ends.keys() == {"slow 0", "slow 1"}
     assert all("processor Sleeps is too slow: steps have waited" in message for message in fake.ends.values())
-    assert fake.processors.in_use == 0
+    assert not fake.held
 
 
-@engines
+@on(PLUGINS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_logits_of_other_types(engine: type[FakeEngine], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Processors get float32."""
@@ -169,5 +198,150 @@ def test_logits_of_other_types(engine: type[FakeEngine], dtype: torch.dtype, mon
 
     monkeypatch.setattr(RequestRuntime, "apply", in_other_type)
     fake, job = engine(), Job("x")
-    assert fake.run(0, job)["x"] == job.forced
+    assert fake.run(0, job)["x"] == job.expected
     assert not fake.ends
+
+
+@on(BATCHED)
+@random_seeds(4)
+def test_ranks_sample_the_same_tokens(seed: int, engine: type[BatchedEngine]) -> None:
+    """The second rank has no processors. It gets tokens, also those behind drafts, and faults from the first."""
+    jobs = random_jobs(seed, 8)
+    ranks = [engine(group=group) for group in FakeGroup.of(2)]
+    with ThreadPoolExecutor() as pool:
+        outputs = [*pool.map(lambda rank: rank.run(seed, *jobs), ranks)]
+    assert outputs == [{job.rid: job.expected for job in jobs}] * 2
+    assert not ranks[0].held
+    assert not ranks[1].runtime._running
+    assert ranks[1].processors.in_use == 0
+
+
+RAISES_BEHIND_9 = shipped_by_row("Raises", 'if req.output_ids[-1:] == [9]: raise RuntimeError("saw the draft")')
+UNCOPYABLE = shipped_by_row("Uncopyable", 'req.state["generator"] = (each for each in ())')
+
+
+@on(DRAFTING)
+@pytest.mark.parametrize("source", [RAISES_BEHIND_9, UNCOPYABLE], ids=lambda each: each.class_name)
+def test_error_behind_a_rejected_draft_does_not_count(engine: type[FakeEngine], source: SourceProcessor) -> None:
+    """These processors change no logits."""
+    fake = engine()
+    fake.draft_tokens = (9,)
+    assert fake.run(0, Job("x", source=source)) == {"x": fake.expected(Job("x", None))}
+    assert not fake.ends
+
+
+@on((SglangDrafts, VllmV2Drafts))
+@pytest.mark.parametrize(("source", "output"), [(UNCOPYABLE, [CHOICE, CHOICE]), (CHECKS_HISTORY, [4, CHOICE])])
+def test_error_behind_an_accepted_draft_ends_its_request_after_it(
+    engine: type[BatchedEngine], source: SourceProcessor, output: list[int]
+) -> None:
+    fake = engine()
+    fake.draft_tokens = (CHOICE, 6)
+    x = fake.start(Job("x", 4, fails_at=2, source=source))
+    fake.step(x)
+    fake.step(x)
+    assert x.visible == output
+    assert fake.is_failed(x)
+
+
+@on(DRAFTING)
+def test_draft_that_ends_its_request_is_the_last_call(engine: type[FakeEngine]) -> None:
+    """The processor would fail in the call after it."""
+    fake = engine()
+    fake.draft_tokens = (3, 4, 5)
+    assert fake.run(0, Job("x", tokens=9, stop=(4,), fails_at=3)) == {"x": [2, 3, 4]}
+    assert not fake.ends
+
+
+def start(engine: type[BatchedEngine], *jobs: Job) -> tuple[EarlyExecutor, BatchedEngine, list[FakeRequest]]:
+    """Return an engine whose calls begin early, with requests in its batch."""
+    executor = EarlyExecutor()
+    fake = engine(executor)
+    return executor, fake, [fake.start(job) for job in jobs]
+
+
+A, B = Job("a"), Job("b", first=20)
+
+
+@on(EARLY)
+def test_calls_begin_before_the_logits_exist(engine: type[BatchedEngine]) -> None:
+    executor, fake, (a, b) = start(engine, A, B)
+    for step in range(3):
+        fake.begin({a: a.missing, b: b.missing})
+        assert executor.num_early == step + 1
+        assert len(executor.unfinished) == 1
+        assert fake.sampled(a, b) == [2 + step, 20 + step]
+        assert not executor.unfinished
+
+
+@on(EARLY)
+@pytest.mark.parametrize("finishes", [False, True])
+def test_step_without_logits_ends_its_requests(engine: type[BatchedEngine], finishes: bool) -> None:
+    """It failed, or the engine sampled nothing. The processor was called for a token that was not sampled."""
+    executor, fake, (a, b) = start(engine, A, B)
+    assert fake.step(a, b) == [2, 20]
+    fake.begin({a: 1, b: 1})
+    assert len(executor.unfinished) == 1
+    if finishes:
+        fake.finish(a)
+    fake.begin({b: 0} if finishes else {a: 0, b: 0})
+    assert not executor.unfinished
+    assert fake.sampled(b) == [None]
+    assert "did not sample the token" in fake.ends["b"]
+    assert executor.num_early == 2
+    assert fake.processors.in_use == 2 - (finishes and engine is not Sglang)
+
+
+@on(EARLY)
+def test_row_that_was_not_planned_ends_the_requests_that_began(engine: type[BatchedEngine]) -> None:
+    executor, fake, (a, b) = start(engine, A, B)
+    fake.begin({a: 3, b: 2})
+    b.computed += 1
+    assert fake.sampled(a, b) == [None, 20]
+    assert not executor.unfinished
+
+
+@on(EARLY)
+def test_planned_row_that_is_not_sampled_ends_alone(engine: type[BatchedEngine]) -> None:
+    """The call goes on for the other row."""
+    executor, fake, (a, b) = start(engine, A, B)
+    fake.begin({a: 3, b: 3})
+    assert fake.sampled(a) == [2]
+    fake.begin({a: 1, b: 0})
+    assert fake.sampled(a, b) == [3, None]
+    assert not executor.unfinished
+
+
+@on(EARLY)
+def test_history_that_grows_after_the_call_began_ends_the_request(engine: type[BatchedEngine]) -> None:
+    executor, fake, (a,) = start(engine, A)
+    fake.begin({a: 3})
+    fake.commit(a, [9])
+    a.take(1)
+    a.computed += 1
+    assert fake.sampled(a) == [None]
+    assert not executor.unfinished
+
+
+@on(EARLY)
+@pytest.mark.parametrize("method", ["begin", "apply"])
+def test_error_of_the_server_ends_begun_calls(
+    engine: type[BatchedEngine], method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin = ShippedProcessors.begin
+
+    def fail(shipped: ShippedProcessors, *_: Any) -> None:
+        if method == "begin":
+            begin(shipped)
+        raise RuntimeError("a bug")
+
+    executor, fake, (a,) = start(engine, A)
+    monkeypatch.setattr(ShippedProcessors, method, fail)
+    fake.begin({a: 3})
+    assert len(executor.unfinished) == 1
+    assert fake.sampled(a) == [None]
+    monkeypatch.undo()
+    fake.finish(a)
+    fake.end()
+    assert not executor.unfinished
+    assert executor.num_early == 1

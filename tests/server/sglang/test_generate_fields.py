@@ -23,8 +23,9 @@ from logitship.server.sglang.generate_fields import (
     uses_beam_search,
     with_params,
 )
+from tests.server.runtime.fake_engine import Job
 
-from .conftest import MakeReq
+from .fake_sglang import sampling_params
 
 FORBIDS = json.dumps({"name": "disallowed_tokens"})
 
@@ -55,11 +56,10 @@ def test_processors_of_a_request(string: Any, sampling_params: Any, expected: li
     assert processors_of(generate(string, sampling_params)) == expected
 
 
-def test_processor_that_is_no_string_is_refused() -> None:
+@pytest.mark.parametrize("strings", [[None, {"name": "disallowed_tokens"}], ["x", []]])
+def test_processor_that_is_no_string_is_refused(strings: list[Any]) -> None:
     with pytest.raises(ValueError, match="must be a string"):
-        processors_of(generate([None, {"name": "disallowed_tokens"}]))
-    with pytest.raises(ValueError, match="must be a string"):
-        processors_of(generate(["x", []]))
+        processors_of(generate(strings))
 
 
 @pytest.mark.parametrize("prompt", [{"text": "hi"}, {"input_ids": [7, 8]}, {"input_ids": []}])
@@ -126,13 +126,9 @@ def test_admitted_strings_are_no_json(strings: Any) -> None:
         admitted_string("x")
 
 
-def test_one_processor_has_the_params_of_the_request() -> None:
-    (request,) = with_params(read_processors(FORBIDS, 1000), {"token_ids": [1]})
-    assert request.string == InstalledProcessor("disallowed_tokens")
-    assert request.params == {"token_ids": [1]}
-
-
-def test_several_processors_have_params_of_their_own() -> None:
+def test_one_processor_has_the_params_of_the_request_and_several_their_own() -> None:
+    (only,) = with_params(read_processors(FORBIDS, 1000), {"token_ids": [1]})
+    assert (only.string, only.params) == (InstalledProcessor("disallowed_tokens"), {"token_ids": [1]})
     entries = [{"processor": {"name": "min_tokens"}, "params": {"a": 1}}, {"processor": FORBIDS}]
     first, second = with_params(read_processors(json.dumps(entries), 1000), {"b": 2})
     assert (first.string, first.params) == (InstalledProcessor("min_tokens"), {"a": 1})
@@ -183,25 +179,14 @@ def test_which_processors_only_forbid(string: str, expected: bool) -> None:
     assert only_forbids(string) is expected
 
 
-def test_sampling_params(make_req: MakeReq) -> None:
-    params = make_req(tokens=9).sampling_params
-    params.stop_strs, params.logit_bias, params.stop_token_ids = "end", {"3": 1.5}, {4}
-    params.stop_regex_strs = ["a+", "b"]
-    converted = sampling_params_of(params, (), frozenset({1}))
-    assert converted.max_tokens == 9
-    assert converted.top_k == -1
-    assert converted.stop == ("end",)
-    assert converted.stop_regex == ("a+", "b")
-    assert converted.logit_bias == {3: 1.5}
-    assert converted.stop_token_ids == {4}
-    assert converted.eos_token_ids == {1}
-
-
-def test_sampling_params_that_only_sglang_accepts(make_req: MakeReq) -> None:
-    """Processors see them; a request does not end for them."""
-    params = make_req().sampling_params
-    params.repetition_penalty, params.stop_strs, params.logit_bias = 0.001, [""], {"3": 1e300}
-    converted = sampling_params_of(params, (), frozenset())
-    assert converted.repetition_penalty == 0.001
-    assert converted.stop == ("",)
-    assert converted.logit_bias == {3: 1e300}
+def test_sampling_params() -> None:
+    """Some have values that only SGLang accepts. Processors see them; a request does not end for them."""
+    params = sampling_params(Job("x", tokens=9, stop=(4,)))
+    params.stop_strs, params.stop_regex_strs, params.logit_bias = "end", ["a+", "b"], {"3": 1e300}
+    params.repetition_penalty = 0.001
+    seen = sampling_params_of(params, (), frozenset({1}))
+    assert (seen.max_tokens, seen.top_k, seen.repetition_penalty) == (9, -1, 0.001)
+    assert (seen.stop, seen.stop_regex, seen.logit_bias) == (("end",), ("a+", "b"), {3: 1e300})
+    assert (seen.stop_token_ids, seen.eos_token_ids) == ({4}, {1})
+    params.stop_strs = [""]
+    assert sampling_params_of(params, (), frozenset()).stop == ("",)

@@ -18,7 +18,7 @@ from logitship.sampler.processors.executor import (
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 
-from .fake_runner import VOCAB_SIZE
+from .fake_engine import VOCAB_SIZE
 
 
 class CountedRow:
@@ -53,10 +53,10 @@ class GivenRun:
         return True
 
     def lower_priority(self) -> None:
-        raise AssertionError("nothing may take long inside vLLM")
+        pass
 
     def defer(self, logits: torch.Tensor) -> None:
-        raise AssertionError("nothing is deferred inside vLLM")
+        raise AssertionError("the call has ended")
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
         return self._outcome
@@ -69,6 +69,7 @@ class EarlyRun(GivenRun):
         self._executor = executor
         self._edited = torch.zeros(num_rows, executor.vocab_size)
         super().__init__(group.call(self._edited))
+        self._delay = executor.random.choice(executor.delays)
         executor.num_early += 1
         executor.unfinished.append(self)
 
@@ -76,6 +77,13 @@ class EarlyRun(GivenRun):
         return True
 
     def provide(self, logits: torch.Tensor) -> None:
+        self._logits = logits
+
+    def wait(self, timeout: float) -> bool:
+        self._delay -= 1
+        return self._delay < 0
+
+    def defer(self, logits: torch.Tensor) -> None:
         self._logits = logits
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
@@ -108,6 +116,7 @@ class EarlyExecutor(InProcessExecutor):
 
     Attributes:
         share: the share of calls that begin when they are promised.
+        delays: numbers of times that steps wait for such a call in vain, of which each takes one at random.
         num_early: calls that began so.
         unfinished: those of them that have not finished.
         attached: rows that are not closed, forks too.
@@ -118,6 +127,7 @@ class EarlyExecutor(InProcessExecutor):
         self.vocab_size = vocab_size
         self.random = random.Random(0)
         self.share = 1.0
+        self.delays = [0]
         self.num_early = 0
         self.unfinished: list[EarlyRun] = []
         self.attached: set[CountedRow] = set()
