@@ -243,14 +243,20 @@ class SamplingParams:
     @property
     def forbidding_fields(self) -> tuple[str, ...]:
         """Names of the fields in use that may forbid tokens."""
-        fields = {
-            "allowed_token_ids": self.allowed_token_ids is not None,
-            "bad_words": bool(self.bad_words_token_ids),
-            "logit_bias": bool(self.logit_bias),
-            "min_tokens": self.min_tokens > 0,
-            "thinking_token_budget": self.thinking_token_budget is not None,
-        }
-        return tuple(name for name, used in fields.items() if used)
+        return _in_use(
+            allowed_token_ids=self.allowed_token_ids is not None,
+            bad_words=bool(self.bad_words_token_ids),
+            logit_bias=bool(self.logit_bias),
+            min_tokens=self.min_tokens > 0,
+            thinking_token_budget=self.thinking_token_budget is not None,
+        )
+
+    @property
+    def random_fields(self) -> tuple[str, ...]:
+        """Names of the fields in use that only matter in random sampling. Beam search refuses them."""
+        return _in_use(
+            temperature=self.temperature != 0, top_p=self.top_p != 1, top_k=self.top_k > 0, min_p=self.min_p > 0
+        )
 
     # SGLang's names for the same things: processors read these.
     @property
@@ -262,6 +268,10 @@ class SamplingParams:
     def min_new_tokens(self) -> int:
         """SGLang's name for `min_tokens`."""
         return self.min_tokens
+
+
+def _in_use(**fields: bool) -> tuple[str, ...]:
+    return tuple(name for name, is_used in fields.items() if is_used)
 
 
 SANDBOXED_FIELDS = tuple(each.name for each in fields(SamplingParams) if each.name != "processors")

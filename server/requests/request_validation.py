@@ -316,15 +316,8 @@ def _check_beam_search(request: GenerationRequest, search: BeamSearch, limits: L
         raise BadRequest("must be 1 or greater with beam search", param="max_tokens")
     if params.trace is not None:
         raise BadRequest("is not supported with beam search: leave it out", param="trace")
-    non_default = {
-        "temperature": params.temperature != 0,
-        "top_p": params.top_p != 1,
-        "top_k": params.top_k > 0,
-        "min_p": params.min_p > 0,
-    }
-    for name, is_set in non_default.items():
-        if is_set:
-            raise BadRequest("has no effect with beam search, which does not sample: leave it out", param=name)
+    for name in params.random_fields:
+        raise BadRequest("has no effect with beam search, which does not sample: leave it out", param=name)
     if params.logprobs is not None and params.logprobs_mode != "processed_logprobs":
         raise BadRequest("must be processed_logprobs with beam search, which adds these up", param="logprobs_mode")
     if len(params.stop_token_ids) > _MAX_STOP_TOKENS_OF_BEAMS:
