@@ -19,7 +19,7 @@ from typing import Any
 import comparison
 from served import Server, gaps_while_all_run, served
 
-from logitship.sampler.ops.rows import greedy_sample
+from logitship.sampler.ops.greedy import greedy_sample
 from logitship.server.config import DEFAULT_MODEL, ServerConfig
 from logitship.server.model.capacity import free_bytes, max_model_len
 from logitship.server.model.model_loader import load_model

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from logitship.client.records import TraceStage
 from logitship.sampler.ops.candidates import top_candidates
+from logitship.sampler.ops.sampler_op import SamplerOp, SamplingRow
 from logitship.sampler.ops.top_k_top_p import kept_tokens
 
 from .sampling_params import SamplingParams
@@ -50,12 +51,12 @@ class StepTrace:
     Keeps the logits of each traced row and stage on the CPU until `finish`.
 
     Args:
-        top: number of most likely tokens to show, by place of the traced row among the step's rows.
+        traced: sampling parameters of the traced rows, by place among the step's rows.
     """
 
-    def __init__(self, top: Mapping[int, int]) -> None:
-        self.top = top
-        self._snapshots: dict[int, list[Snapshot]] = {row: [] for row in top}
+    def __init__(self, traced: Mapping[int, SamplingParams]) -> None:
+        self.traced = traced
+        self._snapshots: dict[int, list[Snapshot]] = {row: [] for row in traced}
 
     def take(self, row: int) -> list[Snapshot]:
         """Return the snapshots of a row that continues in a later step; empty if it is not traced."""
@@ -63,7 +64,7 @@ class StepTrace:
 
     def resume(self, row: int, recorded: list[Snapshot]) -> None:
         """Replace the snapshots of a row by those that an earlier step recorded of the same token."""
-        if row in self.top:
+        if row in self.traced:
             self._snapshots[row] = recorded
 
     def record(self, stage: str, logits: torch.Tensor) -> None:
@@ -73,7 +74,7 @@ class StepTrace:
             stage: `model` or `request`, see `TraceStage`.
             logits: float32 [rows, vocab].
         """
-        for row in self.top:
+        for row in self.traced:
             self._keep(row, TraceStage(stage), logits[row])
 
     def record_processor(self, row: int, name: str, digest: str, logits: torch.Tensor, *, again: bool) -> None:
@@ -86,27 +87,26 @@ class StepTrace:
             logits: float32 [vocab].
             again: True if it is a mask that has already run before the other processors.
         """
-        if row in self.top:
+        if row in self.traced:
             self._snapshots[row].append(after_processor(name, digest, logits, again=again))
 
-    def record_sampled(self, logits: torch.Tensor, params: Sequence[SamplingParams], tokens: torch.Tensor) -> None:
+    def record_sampled(self, logits: torch.Tensor, tokens: torch.Tensor) -> None:
         """Record the distributions that the tokens were sampled from.
 
         Args:
             logits: float32 [rows, vocab]: for random rows, the input of softmax.
-            params: sampling parameters of each row.
             tokens: sampled tokens, int64 [rows].
         """
-        for row in self.top:
+        for row, params in self.traced.items():
             row_logits = logits[row].cpu()
-            if params[row].greedy:
+            if params.greedy:
                 kept = torch.zeros_like(row_logits, dtype=torch.bool)
                 kept[tokens[row]] = True
             else:
-                kept = kept_tokens(row_logits, params[row].top_k, params[row].top_p)
+                kept = kept_tokens(row_logits, params.top_k, params.top_p)
             self._keep(row, TraceStage("sampling"), row_logits.masked_fill(~kept, _NEGATIVE_INFINITY))
 
-    def finish(self, token_ids: Sequence[int], without: Mapping[int, object]) -> list[RowTrace | None]:
+    def finish(self, token_ids: Sequence[int], without: Collection[int]) -> list[RowTrace | None]:
         """Return the traces.
 
         Args:
@@ -117,12 +117,25 @@ class StepTrace:
             One entry per row; None for rows that are not traced.
         """
         traces: list[RowTrace | None] = [None] * len(token_ids)
-        for row in self.top.keys() - without.keys():
-            traces[row] = _trace(token_ids[row], self._snapshots[row], self.top[row])
+        for row, params in self.traced.items():
+            if row not in without:
+                traces[row] = _trace(token_ids[row], self._snapshots[row], params.trace or 0)
         return traces
 
     def _keep(self, row: int, stage: TraceStage, logits: torch.Tensor) -> None:
         self._snapshots[row].append(_snapshot(stage, logits))
+
+
+class Traces(SamplerOp[SamplingParams, Mapping[int, SamplingParams]]):
+    """Traces the rows that ask for it."""
+
+    def new_state(self, row: SamplingRow) -> SamplingParams | None:
+        """Return the parameters of a request with a trace."""
+        return None if row.params.trace is None else row.params
+
+    def begin(self, rows: Sequence[int] | None) -> StepTrace:
+        """Return the trace of a step."""
+        return StepTrace(self.prepared(rows) or {})
 
 
 def after_processor(name: str, digest: str, logits: torch.Tensor, *, again: bool) -> Snapshot:

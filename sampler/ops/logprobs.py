@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import Literal, TypeAlias
 
 import numpy as np
 import torch
 
+from logitship.sampler.sampling_params import SamplingParams
+
 from .candidates import top_candidates
+from .rows import Scratch, one_thread_for_few, take_rows
+from .sampler_op import SamplerOp, SamplingRow
+from .top_k_top_p import kept_tokens, removes_tokens
+
+LogprobsPoint: TypeAlias = Literal["raw", "greedy", "random"]
+"""A point of a step at which log-probabilities are taken: before any edit, or after all of them, which greedy and
+random rows reach at different points."""
 
 
 @dataclass(frozen=True)
@@ -134,3 +145,100 @@ def _most_likely(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torc
             whole_values, whole_ids = top_candidates(logprobs[tied], logprobs.shape[-1])
             values[tied], token_ids[tied] = whole_values[:, : count + 1], whole_ids[:, : count + 1]
     return values[:, :count], token_ids[:, :count]
+
+
+@dataclass(frozen=True)
+class LogprobRows:
+    """Rows that ask for log-probabilities at one point of a step.
+
+    Attributes:
+        rows: int64 [n], ascending.
+        params: sampling parameters by row.
+    """
+
+    rows: torch.Tensor
+    params: dict[int, SamplingParams]
+
+
+class StepLogprobs:
+    """The log-probabilities that the rows of one step ask for.
+
+    Args:
+        asking: the rows, by point of the step.
+        scratch: a buffer for all rows.
+    """
+
+    def __init__(self, asking: Mapping[LogprobsPoint, LogprobRows], scratch: Scratch) -> None:
+        self._asking = asking
+        self._scratch = scratch
+        self._recorded: list[tuple[dict[int, SamplingParams], torch.Tensor]] = []
+
+    def record(self, point: LogprobsPoint, logits: torch.Tensor) -> None:
+        """Record the current log-probabilities of all tokens, for the rows that ask for them at this point.
+
+        Args:
+            point: the point; at "random", tokens that top-k and top-p remove are first set to -inf.
+            logits: float32 [rows, vocab].
+        """
+        asking = self._asking.get(point)
+        if asking is None:
+            return
+        if point == "random":
+            for row, params in asking.params.items():
+                if removes_tokens(params, logits.shape[-1]):
+                    logits[row].masked_fill_(~kept_tokens(logits[row], params.top_k, params.top_p), -math.inf)
+        out = self._scratch.rows(sum(len(params) for params, _ in self._recorded), len(asking.rows), logits)
+        with one_thread_for_few(logits):
+            logprobs = torch.log_softmax(take_rows(logits, asking.rows), dim=-1, out=out)
+        self._recorded.append((asking.params, logprobs))
+
+    def finish(self, token_ids: Sequence[int], without: Collection[int]) -> list[RowLogprobs | None]:
+        """Return the log-probabilities.
+
+        Args:
+            token_ids: sampled token of each row.
+            without: rows without a token.
+
+        Returns:
+            One entry per row; None for rows that do not ask.
+        """
+        found: list[RowLogprobs | None] = [None] * len(token_ids)
+        for asking, logprobs in self._recorded:
+            tokens = [token_ids[row] for row in asking]
+            top = [params.logprobs or 0 for params in asking.values()]
+            requested = [params.logprob_token_ids or () for params in asking.values()]
+            for row, record in zip(asking, look_up(logprobs, tokens, top, requested), strict=True):
+                found[row] = None if row in without else record
+        return found
+
+
+class Logprobs(SamplerOp[SamplingParams, dict[LogprobsPoint, LogprobRows]]):
+    """Takes the log-probabilities that requests ask for."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self._scratch = Scratch()
+
+    def new_state(self, row: SamplingRow) -> SamplingParams | None:
+        """Return the parameters of a request that asks for log-probabilities."""
+        return None if row.params.logprobs is None else row.params
+
+    def prepare(self, states: Mapping[int, SamplingParams]) -> dict[LogprobsPoint, LogprobRows]:
+        """Return the rows by the point at which they ask."""
+        by_point: dict[LogprobsPoint, dict[int, SamplingParams]] = {}
+        for row, params in states.items():
+            by_point.setdefault(_point(params), {})[row] = params
+        return {
+            point: LogprobRows(torch.tensor([*rows], dtype=torch.int64).to(self._device), rows)
+            for point, rows in by_point.items()
+        }
+
+    def begin(self, rows: Sequence[int] | None) -> StepLogprobs:
+        """Return what records the log-probabilities of a step."""
+        return StepLogprobs(self.prepared(rows) or {}, self._scratch)
+
+
+def _point(params: SamplingParams) -> LogprobsPoint:
+    if params.logprobs_mode == "raw_logprobs":
+        return "raw"
+    return "greedy" if params.greedy else "random"

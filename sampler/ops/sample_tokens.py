@@ -1,4 +1,4 @@
-"""Random sampling of the next token, temperature, and the random numbers.
+"""Random sampling of the next token, and the random numbers.
 
 Random sampling inverts the cumulative distribution at one uniform number per row. It is batch-invariant: it reads only
 its own row, and its sums are exact, so the same row, parameters and number always give the same token. The numbers are
@@ -9,8 +9,6 @@ cannot depend on how a kernel splits its work, and thus not on the other rows.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 import numpy.typing as npt
@@ -105,25 +103,6 @@ class UniformNumbers:
             self._computed = uniform_numbers(self._seeds, upcoming).reshape(-1, len(self._ahead))
         numbers: npt.NDArray[np.float64] = self._computed[self._rows, ahead]
         return numbers
-
-
-def apply_temperature(logits: torch.Tensor, peak: torch.Tensor, temperature: torch.Tensor) -> None:
-    """Divide each row by its temperature, in place.
-
-    If a row's largest logit would exceed float32's range, the row is first shifted to a maximum of 0: the probabilities
-    are the same, and a temperature close to 0 approaches the argmax instead of NaN.
-
-    Args:
-        logits: float32 [rows, vocab].
-        peak: float32 [rows, 1]: each row's largest logit, finite.
-        temperature: float32 [rows, 1], above 0.
-    """
-    scaled = peak / temperature
-    # A finite sum shows at once that no row overflows. A sum of finite values that overflows only costs the check
-    # below.
-    if not math.isfinite(scaled.sum()):
-        logits -= peak.where(~torch.isfinite(scaled), 0.0)
-    logits /= temperature
 
 
 def integer_weights(probabilities: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,8 @@ from typing import NamedTuple
 
 import torch
 
+from logitship.sampler.sampling_params import SamplingParams
+
 from .candidates import row_candidates, top_candidates
 from .sample_tokens import UNIT_WEIGHT, integer_weights
 
@@ -121,6 +123,11 @@ def sample_from_all(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top
             _, kept_weight = sums.first_above(needed - 1)
     token, _ = sums.first_above(int(uniform * kept_weight))
     return token
+
+
+def removes_tokens(params: SamplingParams, vocab_size: int) -> bool:
+    """Return whether top-k or top-p of a request may remove a token."""
+    return 0 < params.top_k < vocab_size or params.top_p < 1
 
 
 def kept_tokens(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:

@@ -451,7 +451,7 @@ class ShippedProcessors(LogitsProcessor):
             self._faults |= {group.rows[row]: fault for row, fault in faults.items()}
         if not group.is_adjacent:
             logits.write_back(group)
-        if self._trace.top:
+        if self._trace.traced:
             rows = logits.rows_of(group)
             name, digest = group.processor.name, group.processor.digest
             for row, row_logits in zip(group.rows, rows, strict=True):

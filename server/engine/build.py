@@ -135,7 +135,7 @@ def _build(
         clock=clock,
         deferred=deferred,
         shares=shares,
-        forced=ForcedRuns(sampler, config.max_forced_run),
+        forced=ForcedRuns(sampler.drafter, config.max_forced_run),
         on_emitted=active.deliver,
     )
     async_engine = AsyncEngine(

@@ -12,10 +12,12 @@ import torch
 
 from logitship.client.errors import LogitshipError, ProcessorFault
 from logitship.sampler.batch.persistent_batch import PersistentBatch, adjacent_swaps
+from logitship.sampler.drafter import RemainingTokens
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
 from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.processors.processor_groups import group_key, uses_of
-from logitship.sampler.sampler import FewTokens, NonFiniteLogitsError, NoTokenLeftError, Sampler, SamplerOutput
+from logitship.sampler.row_errors import NonFiniteLogitsError, NoTokenLeftError
+from logitship.sampler.sampler import Sampler, SamplerOutput
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.model.kv_cache import PrefixCacheStats
 from logitship.server.model.model_runner import ModelRunner
@@ -84,7 +86,7 @@ class Engine:
         self._clock = clock or StepClock()
         self._deferred = DeferredCalls() if deferred is None else deferred
         self._shares = shares or TenantShares()
-        self._forced = forced or ForcedRuns(sampler, 0)
+        self._forced = forced or ForcedRuns(sampler.drafter, 0)
         self.num_steps = self.num_drafted = self.num_accepted = self.num_forced = 0
 
     @property
@@ -209,7 +211,7 @@ class Engine:
             rows = [
                 row
                 for row, sequence in enumerate(members if self._forced.max_run else ())
-                if not isinstance(sequence, Beam) and self._sampler.may_draft(row)
+                if not isinstance(sequence, Beam) and self._sampler.drafter.may_draft(row)
             ]
             if not rows:
                 return plan
@@ -325,16 +327,16 @@ class Engine:
 
     def _few_tokens(
         self, incomplete: abc.Sequence[int], depth: int, drafts: Mapping[int, ScheduledChunk]
-    ) -> dict[int, FewTokens]:
+    ) -> dict[int, RemainingTokens]:
         """Return the tokens that may be sampled, for those of some rows for which they are few."""
         if not incomplete:
             return {}
         certain = {row for row in incomplete if depth in drafts[row].certain}
         with self._clock.sample:
-            few = self._sampler.few_allowed([row for row in incomplete if row not in certain])
-        return {**few, **{row: FewTokens([drafts[row].drafts[depth]], takes_largest=True) for row in certain}}
+            few = self._sampler.drafter.remaining([row for row in incomplete if row not in certain])
+        return {**few, **{row: RemainingTokens([drafts[row].drafts[depth]], takes_largest=True) for row in certain}}
 
-    def _largest_of(self, few: Mapping[int, FewTokens], step_logits: StepLogits, depth: int) -> dict[int, int]:
+    def _largest_of(self, few: Mapping[int, RemainingTokens], step_logits: StepLogits, depth: int) -> dict[int, int]:
         """Return the tokens that `sample` would return, for the rows of which a few logits determine it."""
         token_ids = {row: each.token_ids for row, each in few.items() if each.takes_largest and each.token_ids}
         if not token_ids:

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
-from logitship.sampler.sampler import Draft, Sampler
+from logitship.sampler.drafter import Draft, Drafter
 from logitship.server.requests.sequence import Sequence
 
 _MIN_RUN = 4
@@ -46,16 +46,16 @@ class ForcedRuns:
     """Finds forced runs.
 
     Args:
-        sampler: knows what is allowed next.
+        drafter: knows what is allowed next.
         max_run: most tokens of a sequence per step.
 
     Attributes:
         max_run: most tokens of a sequence per step; 0 if none may be looked for.
     """
 
-    def __init__(self, sampler: Sampler, max_run: int) -> None:
-        self._sampler = sampler
-        self.max_run = max_run if sampler.can_draft else 0
+    def __init__(self, drafter: Drafter, max_run: int) -> None:
+        self._drafter = drafter
+        self.max_run = max_run if drafter.can_draft else 0
         self._longest: WeakKeyDictionary[Sequence, int] = WeakKeyDictionary()
 
     def find(self, members: abc.Sequence[Sequence], rows: abc.Sequence[int], budget: int) -> dict[Sequence, ForcedRun]:
@@ -82,7 +82,7 @@ class ForcedRuns:
         with _restored(members, rows):
             while rows and budget > 0:
                 rows = [row for row in rows if self._num_missing(members[row], runs) > 0]
-                drafts = self._sampler.draft(rows) if rows else {}
+                drafts = self._drafter.draft(rows) if rows else {}
                 rows = []
                 for row, draft in drafts.items():
                     sequence = members[row]

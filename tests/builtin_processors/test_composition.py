@@ -26,7 +26,8 @@ from logitship.sampler.processors.local_executor import LocalRow
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
-from logitship.sampler.sampler import NoTokenLeftError, Sampler
+from logitship.sampler.row_errors import NoTokenLeftError
+from logitship.sampler.sampler import Sampler
 from logitship.sampler.sampling_params import SamplingParams
 from tests.helpers.random_cases import random_seeds
 
@@ -321,7 +322,7 @@ def test_certain_drafts_are_sampled(seed: int) -> None:
         batch.rows.condense()
         requests = list(batch.rows.members)
         batch.sampler.update_state(batch.rows.commit())
-        drafts = batch.sampler.draft(range(len(requests)))
+        drafts = batch.sampler.drafter.draft(range(len(requests)))
         output = batch.sampler.sample(torch.randn(len(requests), VOCAB) * 9)
         faults = dict(output.faults)
         for row, request in enumerate(requests):

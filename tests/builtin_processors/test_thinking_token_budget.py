@@ -15,7 +15,8 @@ from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudg
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
 from logitship.sampler.batch_processors.logits_processors import LogitsProcessors
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, SchedulerConfig, VllmConfig
-from logitship.sampler.sampler import NoTokenLeftError, Sampler
+from logitship.sampler.row_errors import NoTokenLeftError
+from logitship.sampler.sampler import Sampler
 from logitship.sampler.sampling_params import SamplingParams
 from tests.helpers.random_cases import random_seeds
 

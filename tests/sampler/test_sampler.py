@@ -16,13 +16,9 @@ from logitship.builtin_processors.parameter_processors import (
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor, MoveDirectionality
 from logitship.sampler.batch_processors.logits_processors import ForcingLogitsProcessor, LogitsProcessors
-from logitship.sampler.sampler import (
-    NonFiniteLogitsError,
-    NoTokenLeftError,
-    Sampler,
-    SamplerOutput,
-    ShippedStage,
-)
+from logitship.sampler.processors.shipped_processors import ShippedProcessors
+from logitship.sampler.row_errors import NonFiniteLogitsError, NoTokenLeftError
+from logitship.sampler.sampler import Sampler, SamplerOutput
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import StepTrace
 from tests.helpers.random_cases import random_seeds
@@ -38,7 +34,7 @@ def builtin_processors() -> list[LogitsProcessor]:
 
 
 def make_sampler(
-    vocab_size: int, *extra: LogitsProcessor, shipped: ShippedStage | None = None, rows: list[SamplingParams]
+    vocab_size: int, *extra: LogitsProcessor, shipped: Shipped | None = None, rows: list[SamplingParams]
 ) -> Sampler:
     """Create a sampler with these requests at rows 0, 1, ..., without prompts and outputs."""
     sampler = Sampler(vocab_size, CPU, LogitsProcessors([*builtin_processors(), *extra]), shipped)
@@ -78,7 +74,7 @@ class Forcing(Edit, ForcingLogitsProcessor):
     """Calls a function at step 4."""
 
 
-class Shipped(Edit):
+class Shipped(Edit, ShippedProcessors):
     """A stage of shipped processors that calls a function and reports faults."""
 
     def __init__(self, edit: Callable[[torch.Tensor], torch.Tensor], *faults: tuple[int, ProcessorFault]) -> None:

@@ -186,8 +186,8 @@ def test_nothing_is_recorded_without_traced_rows() -> None:
     trace = StepTrace({})
     logits = torch.zeros(2, VOCAB)
     trace.record("model", logits)
-    trace.record_sampled(logits, [SamplingParams(), SamplingParams()], torch.zeros(2, dtype=torch.int64))
-    assert trace.finish([1, 2], {}) == [None, None]
+    trace.record_sampled(logits, torch.zeros(2, dtype=torch.int64))
+    assert trace.finish([1, 2], ()) == [None, None]
 
 
 @pytest.mark.parametrize("top", [0, -1, 101, True, 2.0])

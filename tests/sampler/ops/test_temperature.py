@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from logitship.sampler.ops.sample_tokens import apply_temperature
+from logitship.sampler.ops.temperature import apply_temperature
 
 
 def scaled(logits: torch.Tensor, *temperatures: float) -> torch.Tensor:

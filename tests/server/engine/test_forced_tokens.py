@@ -18,6 +18,7 @@ import torch
 
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate, LogitsProcessor
+from logitship.sampler.drafter import Drafter
 from logitship.sampler.processors import early_calls
 from logitship.sampler.sampler import Sampler, SamplerOutput
 from logitship.sampler.sampling_params import SamplingParams
@@ -276,8 +277,8 @@ def test_processor_that_forces_nothing_is_not_looked_at(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at = []
-    draft = Sampler.draft
-    monkeypatch.setattr(Sampler, "draft", lambda self, rows: looked_at.append(rows) or draft(self, rows))
+    draft = Drafter.draft
+    monkeypatch.setattr(Drafter, "draft", lambda self, rows: looked_at.append(rows) or draft(self, rows))
     engine = make_engine(processor_isolation="sandbox")
     alone(engine, forcing("bias"))
     assert not looked_at

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from logitship.sampler.sampler import Draft
+from logitship.sampler.drafter import Draft
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.forced_runs import ForcedRuns
@@ -16,7 +16,7 @@ from logitship.server.tokenizer import Tokenizer
 
 
 class EndlessDrafts:
-    """A sampler for which the next token of each row is certain."""
+    """A drafter for which the next token of each row is certain."""
 
     can_draft = True
 

@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 
-from logitship.sampler.batch.token_counts import TokenCounts
+from logitship.sampler.ops.penalties import TokenCounts
 
 
 def counted(counts: TokenCounts) -> dict[int, int]:

@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from logitship.sampler.ops.rows import BadWords, forbidden_tokens, greedy_sample, mask_forbidden, mask_tokens
+from logitship.sampler.batch_processors.interface import BatchUpdate
+from logitship.sampler.ops.masks import AllowedTokensMask, BadWords, mask_tokens
+from logitship.sampler.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 
@@ -16,7 +18,9 @@ def masked(logits: torch.Tensor) -> list[list[int]]:
 
 def test_allowed_tokens() -> None:
     logits = torch.zeros(3, 5)
-    mask_forbidden(logits, {1: forbidden_tokens({4, 0}, 5, CPU)})
+    mask = AllowedTokensMask(5, CPU)
+    mask.update_state(BatchUpdate(2, [], [(1, SamplingParams(allowed_token_ids=[4, 0]), [], [])], []))
+    mask.apply(logits, None)
     assert masked(logits) == [[], [1, 2, 3], []]
 
 
@@ -37,7 +41,7 @@ def test_allowed_tokens() -> None:
     ],
 )
 def test_bad_words(bad_words: list[tuple[int, ...]], output: list[int], endings: list[int]) -> None:
-    assert sorted(BadWords(bad_words).endings(output)) == sorted(endings)
+    assert sorted(BadWords(bad_words, output).endings()) == sorted(endings)
 
 
 def test_mask_tokens() -> None:
@@ -50,8 +54,3 @@ def test_mask_tokens_without_tokens() -> None:
     logits = torch.zeros(2, 2)
     mask_tokens(logits, [], [])
     assert masked(logits) == [[], []]
-
-
-def test_greedy_sample_takes_lowest_id_of_tie() -> None:
-    logits = torch.randint(5, (50, 997)).float()
-    assert greedy_sample(logits).tolist() == [row.index(max(row)) for row in logits.tolist()]
