@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections import Counter, abc
+from collections import abc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
 from logitship.client.errors import LogitshipError, ProcessorFault
 from logitship.sampler.batch.persistent_batch import PersistentBatch, adjacent_swaps
-from logitship.sampler.drafter import RemainingTokens
 from logitship.sampler.ops.logprobs import RowLogprobs, token_logprobs
 from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.processors.processor_groups import group_key, uses_of
@@ -29,6 +28,7 @@ from .beam_group import Beam, BeamGroup
 from .failures import INTERNAL_ERROR, request_error
 from .forward_pass import Plan, ScheduledChunk, StepLogits, forward, positions, prompt_logprob_offsets
 from .scheduler import Scheduler
+from .step_sampling import StepSampling
 from .tenant_shares import TenantShares
 
 logger = logging.getLogger(__name__)
@@ -260,101 +260,30 @@ class Engine:
             chunks = {chunk.sequence: chunk for chunk in plan.chunks if chunk.drafts}
             drafts = {row: chunks[sequence] for row, sequence in enumerate(members) if sequence in chunks}
             self.num_drafted += sum(len(chunk.drafts) for chunk in drafts.values() if not chunk.is_forced)
-            accepted = Counter[int]()
-            rows = self._take_tokens(members, None, logits, 0, drafts)
-            for depth in logits.depths[:-1]:
-                rows = [
-                    row
-                    for row in rows
-                    if row in drafts
-                    and len(drafts[row].drafts) > depth
-                    and drafts[row].drafts[depth] == members[row].output_token_ids[-1]
-                ]
+            sampling = StepSampling(self._sampler, self._clock, logits, drafts)
+            rows: abc.Sequence[int] = range(len(members))
+            for depth in logits.depths:
+                running = [row for each in sampling.sample(depth, rows) for row in self._deliver(members, *each)]
+                rows = sampling.accept(depth, running)
                 if not rows:
                     break
-                accepted.update(rows)
                 for row in rows:
-                    members[row].num_computed += 1
                     self._count_accepted(drafts[row])
                 self._sampler.update_state(None)
-                rows = self._take_tokens(members, rows, logits, depth + 1, drafts)
             for row, chunk in drafts.items():
                 if chunk.is_forced:
-                    self._forced.observe(chunk.sequence, len(chunk.drafts), accepted[row])
+                    self._forced.observe(chunk.sequence, len(chunk.drafts), sampling.num_accepted[row])
             # A stop string may have ended a sequence in the middle of its run, for whose end a processor was called.
             self._sampler.abandon()
 
     def _count_accepted(self, chunk: ScheduledChunk) -> None:
+        chunk.sequence.num_computed += 1
         if chunk.is_forced:
             self.num_forced += 1
             for use in uses_of(chunk.sequence.sampling_params):
                 use.own_count.add(0, 0.0, forced_steps=1)
         else:
             self.num_accepted += 1
-
-    def _take_tokens(
-        self,
-        members: list[Sequence],
-        rows: list[int] | None,
-        step_logits: StepLogits,
-        depth: int,
-        drafts: Mapping[int, ScheduledChunk],
-    ) -> list[int]:
-        """Determine the next tokens of some rows: from a few logits if these suffice, by sampling otherwise.
-
-        A row is sampled nevertheless if one of these logits is not finite, which may be an error.
-
-        Args:
-            members: the sequences of the batch at the beginning of the step.
-            rows: the rows; None for all.
-            step_logits: the logits.
-            depth: number of draft tokens that the rows have taken in this step.
-            drafts: the draft tokens by row.
-
-        Returns:
-            The rows that have a new token and are still running.
-        """
-        chosen = range(len(members)) if rows is None else rows
-        few = self._few_tokens(step_logits.incomplete(depth, chosen), depth, drafts)
-        tokens = self._largest_of(few, step_logits, depth)
-        running = self._deliver_unsampled(members, tokens) if tokens else []
-        others = [row for row in chosen if row not in tokens]
-        if others:
-            with self._clock.forward:
-                logits = step_logits.of(depth, others, {row: each.token_ids for row, each in few.items()})
-            running += self._deliver(members, others, self._run_sampler(logits, others if tokens else rows))
-        return sorted(running)
-
-    def _few_tokens(
-        self, incomplete: abc.Sequence[int], depth: int, drafts: Mapping[int, ScheduledChunk]
-    ) -> dict[int, RemainingTokens]:
-        """Return the tokens that may be sampled, for those of some rows for which they are few."""
-        if not incomplete:
-            return {}
-        certain = {row for row in incomplete if depth in drafts[row].certain}
-        with self._clock.sample:
-            few = self._sampler.drafter.remaining([row for row in incomplete if row not in certain])
-        return {**few, **{row: RemainingTokens([drafts[row].drafts[depth]], takes_largest=True) for row in certain}}
-
-    def _largest_of(self, few: Mapping[int, RemainingTokens], step_logits: StepLogits, depth: int) -> dict[int, int]:
-        """Return the tokens that `sample` would return, for the rows of which a few logits determine it."""
-        token_ids = {row: each.token_ids for row, each in few.items() if each.takes_largest and each.token_ids}
-        if not token_ids:
-            return {}
-        with self._clock.forward:
-            logits = step_logits.single(depth, token_ids)
-        found = {row: few[row].largest(values) for row, values in logits.items()}
-        return {row: token for row, token in found.items() if token is not None}
-
-    def _deliver_unsampled(self, members: list[Sequence], tokens: Mapping[int, int]) -> list[int]:
-        """Append tokens by row that were determined without sampling. They respect the rows' processors already."""
-        self._sampler.skip(tokens)
-        output = SamplerOutput([*tokens.values()], [None] * len(tokens), [], [None] * len(tokens))
-        return self._deliver(members, tokens, output)
-
-    def _run_sampler(self, logits: torch.Tensor, rows: list[int] | None = None) -> SamplerOutput:
-        with self._clock.sample:
-            return self._sampler.sample(logits, rows)
 
     def _deliver(self, members: list[Sequence], rows: Iterable[int], sampled: SamplerOutput) -> list[int]:
         """Append to each row's sequence its sampled token, and remove the sequences that finish.
