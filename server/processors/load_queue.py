@@ -10,6 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias
 
 from logitship.client.errors import ProcessorLoadError
@@ -32,7 +33,8 @@ FAILURE_TTL = 10.0
 
 _MAX_FAILURES = 1024
 _EXPECTED = (ProcessorLoadError, ProcessorCacheFull, ExecutorUnavailable, RequestRefused)
-_Outcome: TypeAlias = LoadedProcessor | BaseException
+Outcome: TypeAlias = LoadedProcessor | BaseException
+"""A processor, which is to be released, or the error of its load."""
 Runnable: TypeAlias = PickledProcessor | SourceProcessor
 
 
@@ -64,20 +66,26 @@ class _Load:
 
     key: Key
     string: Runnable
-    waiters: list[_LoadWaiter] = field(default_factory=list)
+    waiters: list[LoadWaiter] = field(default_factory=list)
     runs: bool = False
     abandoned: bool = False
 
 
 @dataclass(frozen=True, eq=False)
-class _LoadWaiter:
+class LoadWaiter:
+    """Somebody who waits for a load.
+
+    Attributes:
+        load: the load.
+        deliver: called once with its outcome, in any thread, unless the waiter leaves before.
+    """
+
     load: _Load
-    loop: asyncio.AbstractEventLoop
-    future: asyncio.Future[LoadedProcessor]
+    deliver: Callable[[Outcome], None]
 
 
 class LoadQueue:
-    """Loads shipped processors in threads, a few at a time. Thread-safe; each call belongs to its own event loop.
+    """Loads shipped processors in threads, a few at a time. Thread-safe.
 
     Guarantees:
     * At most `max_loads` threads, not counting abandoned loads that the executor cannot cancel; nobody else waits in
@@ -126,26 +134,50 @@ class LoadQueue:
         processor = self._cache.acquire_ready(string, tenant)
         if processor is not None:
             return processor
-        waiter = self._enter((tenant, string.digest), string)
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[LoadedProcessor] = loop.create_future()
+        waiter = self.begin(string, tenant, partial(self._tell, loop, future))
         try:
-            return await waiter.future
+            return await future
         except asyncio.CancelledError:
-            self._leave(waiter)
+            self.leave(waiter)
+            if future.done() and not future.cancelled() and future.exception() is None:
+                self._cache.release(future.result())  # it arrived at the last moment
             raise
+
+    def begin(self, string: Runnable, tenant: str, deliver: Callable[[Outcome], None]) -> LoadWaiter:
+        """Begin to load a processor, or wait for a load of it, without an event loop.
+
+        Args:
+            string: the processor.
+            tenant: its owner.
+            deliver: gets the processor or the error, see `LoadWaiter`.
+
+        Raises:
+            ProcessorLoadError: it could not be loaded a moment ago.
+            LoadQueueFull: too many processors of the tenant wait.
+        """
+        key = (tenant, string.digest)
+        with self._lock:
+            load = self._loads.get(key) or self._new_load(key, string)
+            waiter = LoadWaiter(load, deliver)
+            load.waiters.append(waiter)
+            self._start_loads()
+        return waiter
+
+    def leave(self, waiter: LoadWaiter) -> None:
+        """Remove a waiter that no longer waits, and its load if it was the last one."""
+        load = waiter.load
+        with self._lock:
+            with contextlib.suppress(ValueError):
+                load.waiters.remove(waiter)
+            if not load.waiters and self._loads.get(load.key) is load:
+                self._drop(load)
 
     def stats(self) -> LoadStats:
         """Return the numbers of loads."""
         with self._lock:
             return LoadStats(len(self._running), len(self._waiting))
-
-    def _enter(self, key: Key, string: Runnable) -> _LoadWaiter:
-        loop = asyncio.get_running_loop()
-        with self._lock:
-            load = self._loads.get(key) or self._new_load(key, string)
-            waiter = _LoadWaiter(load, loop, loop.create_future())
-            load.waiters.append(waiter)
-            self._start_loads()
-        return waiter
 
     def _new_load(self, key: Key, string: Runnable) -> _Load:
         self._check_failed(key)
@@ -195,7 +227,7 @@ class LoadQueue:
             self._start_loads()
         self._settle(waiters, outcome)
 
-    def _outcome(self, load: _Load) -> _Outcome:
+    def _outcome(self, load: _Load) -> Outcome:
         try:
             return self._cache.acquire(load.string, load.key[0])
         # It is raised where the processor is awaited.
@@ -212,7 +244,7 @@ class LoadQueue:
         if len(self._failures) > _MAX_FAILURES:
             self._failures.popitem(last=False)
 
-    def _settle(self, waiters: list[_LoadWaiter], outcome: _Outcome) -> None:
+    def _settle(self, waiters: list[LoadWaiter], outcome: Outcome) -> None:
         """Give each waiter the processor, which was acquired once, or the error."""
         if not waiters:
             self._release(outcome)
@@ -220,35 +252,26 @@ class LoadQueue:
             for _ in waiters[1:]:
                 self._cache.acquire_again(outcome)
         for waiter in waiters:
-            try:
-                waiter.loop.call_soon_threadsafe(self._resolve, waiter, outcome)
-            except RuntimeError:  # its event loop is closed
-                self._release(outcome)
+            # An error of its own: raising adds to its traceback.
+            waiter.deliver(_copy(outcome) if isinstance(outcome, _EXPECTED) else outcome)
 
-    def _resolve(self, waiter: _LoadWaiter, outcome: _Outcome) -> None:
-        if waiter.future.cancelled():
+    def _tell(self, loop: asyncio.AbstractEventLoop, future: asyncio.Future[LoadedProcessor], outcome: Outcome) -> None:
+        try:
+            loop.call_soon_threadsafe(self._resolve, future, outcome)
+        except RuntimeError:  # its event loop is closed
+            self._release(outcome)
+
+    def _resolve(self, future: asyncio.Future[LoadedProcessor], outcome: Outcome) -> None:
+        if future.cancelled():
             self._release(outcome)
         elif isinstance(outcome, LoadedProcessor):
-            waiter.future.set_result(outcome)
+            future.set_result(outcome)
         else:
-            # Each waiter raises an error of its own: raising adds to its traceback.
-            waiter.future.set_exception(_copy(outcome) if isinstance(outcome, _EXPECTED) else outcome)
+            future.set_exception(outcome)
 
-    def _release(self, outcome: _Outcome) -> None:
+    def _release(self, outcome: Outcome) -> None:
         if isinstance(outcome, LoadedProcessor):
             self._cache.release(outcome)
-
-    def _leave(self, waiter: _LoadWaiter) -> None:
-        """Remove a cancelled waiter, and its load if it was the last one."""
-        load = waiter.load
-        with self._lock:
-            with contextlib.suppress(ValueError):
-                load.waiters.remove(waiter)
-            if not load.waiters and self._loads.get(load.key) is load:
-                self._drop(load)
-        future = waiter.future
-        if future.done() and not future.cancelled() and future.exception() is None:
-            self._release(future.result())  # it arrived at the last moment
 
     def _drop(self, load: _Load) -> None:
         """Cancel a load. The caller holds the lock, so that no other load of the processor begins meanwhile."""

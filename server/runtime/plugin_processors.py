@@ -6,9 +6,16 @@ process that runs the model, to run them.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+
+import torch
 
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.params import PreparationUnavailable
@@ -19,14 +26,21 @@ from logitship.builtin_processors.trees.token_tree import TokenTree
 from logitship.builtin_processors.trees.token_tree_format import TreeFormatError, load_tree
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import InstalledProcessor
-from logitship.sampler.processors.executor import DisabledExecutor, ExecutorUnavailable, ProcessorExecutor
+from logitship.sampler.processors.executor import (
+    DisabledExecutor,
+    ExecutorUnavailable,
+    LoadedProcessor,
+    ProcessorExecutor,
+)
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
-from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
+from logitship.sampler.processors.processor_cache import Key, ProcessorCache, ProcessorCacheFull
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sandbox.cpu_time import background_cores
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.sampler.sandbox.zygote_process import ZygoteError
 from logitship.server.config import ServerConfig
+from logitship.server.processors.load_queue import LoadQueue, LoadQueueFull, Outcome, Runnable
 from logitship.server.processors.processor_library import InvalidParams, ProcessorLoader, ProcessorNotAllowed
 from logitship.server.processors.sandboxes import new_zygote, sandbox_executor
 from logitship.server.requests.messages import ProcessorRequest
@@ -35,16 +49,41 @@ from .admission_executor import MAX_VERDICTS, AdmissionExecutor
 from .plugin_settings import PluginSettings
 from .request_fields import PROCESSORS
 
-_LOAD_ERRORS = (ValueError, ProcessorLoadError, ExecutorUnavailable, ProcessorCacheFull, PreparationUnavailable)
+_LOAD_ERRORS = (
+    ValueError,
+    ProcessorLoadError,
+    ExecutorUnavailable,
+    ProcessorCacheFull,
+    PreparationUnavailable,
+    LoadQueueFull,
+)
+_KEPT = 10.0
+"""Seconds for which a processor that `is_loading` has loaded waits for `load`."""
+
+
+@dataclass(eq=False)
+class _Load:
+    """A load that `is_loading` began.
+
+    Attributes:
+        outcome: the processor or the error; None until it is known.
+        until: time until which `load` may take it.
+    """
+
+    outcome: Outcome | None = None
+    until: float = math.inf
 
 
 class PluginProcessors:
     """Loads and releases the processors of requests.
 
+    A front end calls `check`. A process that runs a model calls `is_loading` and `load`, in one thread.
+
     Args:
         registry: the installed processors.
         executor: runs the shipped processors.
         max_entries: most shipped processors that are kept loaded.
+        clock: returns seconds.
 
     Attributes:
         in_use: number of uses that were loaded and not released.
@@ -58,24 +97,60 @@ class PluginProcessors:
         executor: ProcessorExecutor,
         *,
         max_entries: int,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.in_use = 0
         self._settings = settings
         self._executor = executor
+        self._clock = clock
+        self._begun: dict[Key, _Load] = {}
         self._loader = ProcessorLoader(
             registry,
-            ProcessorCache(executor, max_entries=max_entries, max_bytes=ServerConfig.processor_cache_bytes),
+            ProcessorCache(
+                executor,
+                max_entries=max_entries,
+                max_bytes=ServerConfig.processor_cache_bytes,
+                num_tenants=settings.num_tenants,
+            ),
             InProcessExecutor(SGLANG_NAMES, model),
             model,
             settings.allowed_digests,
         )
+        self._queue = LoadQueue(self._loader.cache)
 
-    def load(self, requested: Sequence[ProcessorRequest], rid: str) -> tuple[ProcessorUse, ...]:
+    async def check(self, requested: Sequence[ProcessorRequest], tenant: str = "") -> None:
+        """Load the processors of a request, check their parameters, and release them. Blocks no event loop.
+
+        Raises:
+            ValueError: as `load`.
+        """
+        held: list[LoadedProcessor] = []
+        try:
+            for string in self._to_load(requested, tenant):
+                held.append(await self._queue.acquire(string, tenant))  # noqa: PERF401  # those before an error, too
+            await asyncio.to_thread(lambda: self.release(self.load(requested, "admission", tenant)))
+        except _LOAD_ERRORS as error:
+            raise ValueError(str(error)) from None
+        finally:
+            for processor in held:
+                self._loader.release(processor)
+
+    def is_loading(self, requested: Sequence[ProcessorRequest], tenant: str = "") -> bool:
+        """Begin to load the processors of a request in the background, and return whether `load` would have to wait.
+
+        To be asked again until it returns False. Then `load` returns or raises at once.
+        """
+        self._release_begun(lambda load: load.until < self._clock())
+        loading = [self._is_loading(string, tenant) for string in self._to_load(requested, tenant)]  # begin all
+        return any(loading)
+
+    def load(self, requested: Sequence[ProcessorRequest], rid: str, tenant: str = "") -> tuple[ProcessorUse, ...]:
         """Load the processors of a request. Give them back with `release`.
 
         Args:
             requested: the processors, in the order in which they run.
             rid: the request id.
+            tenant: who sent it. Tenants share no processor.
 
         Returns:
             The processors, ready to run.
@@ -87,7 +162,7 @@ class PluginProcessors:
         try:
             for index, request in enumerate(requested):
                 try:
-                    uses.append(self._use(request, rid))
+                    uses.append(self._use(request, rid, tenant))
                     self.in_use += 1
                 except _LOAD_ERRORS as error:
                     raise ValueError(f"{PROCESSORS}[{index}]: {error}" if len(requested) > 1 else str(error)) from None
@@ -95,21 +170,6 @@ class PluginProcessors:
             self.release(uses)
             raise
         return tuple(uses)
-
-    def are_loaded(self, requested: Sequence[ProcessorRequest]) -> bool:
-        """Return whether `load` loads no class, and so takes no time. True if it raises at once."""
-        for request in requested:
-            try:
-                found = self._loader.find(request.string, tenant="")
-                if isinstance(found, InstalledProcessor):
-                    continue
-                ready = self._loader.cache.acquire_ready(found)
-            except (ProcessorLoadError, ProcessorNotAllowed):
-                continue
-            if ready is None:
-                return False
-            self._loader.cache.release(ready)
-        return True
 
     def release(self, uses: Iterable[ProcessorUse]) -> None:
         """Give back the processors that `load` returned."""
@@ -119,18 +179,65 @@ class PluginProcessors:
 
     def close(self) -> None:
         """End the sandboxes."""
+        self._release_begun(lambda load: True)
         self._loader.close()
         if isinstance(self._executor, SandboxExecutor):
             self._executor.close()
 
-    def _use(self, request: ProcessorRequest, rid: str) -> ProcessorUse:
+    def _to_load(self, requested: Sequence[ProcessorRequest], tenant: str) -> Iterator[Runnable]:
+        """Return the shipped processors. Those that `load` refuses at once are left out."""
+        for request in requested:
+            with contextlib.suppress(ProcessorLoadError, ProcessorNotAllowed):
+                found = self._loader.find(request.string, tenant)
+                if not isinstance(found, InstalledProcessor):
+                    yield found
+
+    def _is_loading(self, string: Runnable, tenant: str) -> bool:
+        key = (tenant, string.digest)
+        load = self._begun.get(key)
+        if load is None:
+            ready = self._loader.cache.acquire_ready(string, tenant)
+            if ready is not None:
+                self._loader.release(ready)
+                return False
+            load = _Load()
+            try:
+                self._queue.begin(string, tenant, partial(setattr, load, "outcome"))
+            except LoadQueueFull:
+                return True
+            except ProcessorLoadError as error:
+                load.outcome = error
+            self._begun[key] = load
+        if load.outcome is not None and load.until == math.inf:
+            load.until = self._clock() + _KEPT
+        return load.outcome is None
+
+    def _release_begun(self, ends: Callable[[_Load], bool]) -> None:
+        """Release the processors of some loads, and forget these."""
+        for key in [key for key, load in self._begun.items() if ends(load)]:
+            outcome = self._begun.pop(key).outcome
+            if isinstance(outcome, LoadedProcessor):
+                self._loader.release(outcome)
+
+    def _acquire(self, request: ProcessorRequest, tenant: str) -> LoadedProcessor:
+        """Return a processor that `is_loading` has loaded, or load it."""
+        for string in self._to_load([request], tenant):
+            load = self._begun.get((tenant, string.digest))
+            if load is not None and load.outcome is not None:
+                del self._begun[tenant, string.digest]
+                if isinstance(load.outcome, LoadedProcessor):
+                    return load.outcome
+                raise load.outcome
+        return self._loader.acquire(request.string, tenant)
+
+    def _use(self, request: ProcessorRequest, rid: str, tenant: str) -> ProcessorUse:
         try:
-            processor = self._loader.acquire(request.string, tenant="")
+            processor = self._acquire(request, tenant)
         except ProcessorNotAllowed as refused:
             variable = f"{self._settings.prefix}ALLOW_PROCESSOR"
             raise ValueError(str(refused).replace("--allow-processor", variable)) from None
         try:
-            prepared = self._loader.prepare(processor, request.params, own=request.own)
+            prepared = self._loader.prepare(processor, request.params, own=request.own, tenant=tenant)
         except InvalidParams as error:
             self._loader.release(processor)
             raise ValueError(f"parameters of {processor.name}: {error}") from None
@@ -177,7 +284,7 @@ def shipped_executor(
     if settings.processor_isolation == "none":
         logger.warning("%sPROCESSOR_ISOLATION=none: shipped code runs in this process", settings.prefix)
         return InProcessExecutor(SGLANG_NAMES, model)
-    zygote = new_zygote(settings, max_rows)
+    zygote = new_zygote(settings, max_rows, background_cores(torch.get_num_threads()))
     try:
         zygote.start()
         return sandbox_executor(settings, zygote, model, max_rows, logger)

@@ -74,6 +74,11 @@ class PluginSettings:
         return settings
 
     @property
+    def num_tenants(self) -> int:
+        """Number of tenants that may load processors."""
+        return 1
+
+    @property
     def shipping_is_off(self) -> str | None:
         """Reason why requests may not ship code; None: they may."""
         return None

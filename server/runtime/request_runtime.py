@@ -102,9 +102,9 @@ class RequestRuntime:
         self._loads_until = self._loads_until or time.monotonic() + MAX_LOADING
         try:
             requested = self._seat.processors_of(request)
-            if time.monotonic() >= self._loads_until and not self._processors.are_loaded(requested):
+            if time.monotonic() >= self._loads_until and self._processors.is_loading(requested, request.tenant):
                 raise ValueError(_NOT_LOADED)
-            uses = self._processors.load(requested, request.rid)
+            uses = self._processors.load(requested, request.rid, request.tenant)
             try:
                 request.params = self._seat.sampling_params_of(request, uses)
             except BaseException:  # cleanup, then re-raised
@@ -116,6 +116,18 @@ class RequestRuntime:
         except Exception:  # boundary: other engine
             self._logger.exception("the processors of request %s cannot be loaded", request.rid)
             request.fail(INTERNAL_ERROR)
+
+    def is_loading(self, request: TrackedRequest) -> bool:
+        """Begin to load the processors of a new request, and return whether a step with it would wait for that.
+
+        Such a request can wait outside of the batch. To be asked again until it returns False.
+        """
+        if self._processors is None:
+            return False
+        try:
+            return self._processors.is_loading(self._seat.processors_of(request), request.tenant)
+        except ValueError:
+            return False  # `load` ends it
 
     def begin(self, rows: _Rows) -> None:
         """Begin calls before their logits exist. Optional, before `apply`.

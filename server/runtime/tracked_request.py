@@ -23,6 +23,7 @@ class TrackedRequest:
         rid: the request id.
         prompt_token_ids: the prompt.
         ends_at: tokens that end it.
+        tenant: who sent it.
         max_tokens: most output tokens; None: no limit.
         params: its sampling parameters with its processors; None until they are loaded, or if they cannot be.
         output_token_ids: its output tokens, all of them known. The same list until draft tokens are accepted.
@@ -37,6 +38,7 @@ class TrackedRequest:
     rid: str
     prompt_token_ids: list[int]
     ends_at: frozenset[int] = frozenset()
+    tenant: str = ""
     max_tokens: int | None = None
     params: SamplingParams | None = None
     output_token_ids: list[int] = field(default_factory=list)

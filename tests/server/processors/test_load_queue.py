@@ -8,12 +8,12 @@ import threading
 import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.serialization.processor_string import ProcessorString, SourceProcessor
+from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
 from logitship.server.processors.load_queue import FAILURE_TTL, LoadQueue, LoadQueueFull, LoadStats
@@ -21,83 +21,7 @@ from logitship.server.refusals import RateLimited
 from tests.helpers.clock import Clock
 from tests.helpers.coroutines import run
 
-LONG = 60.0
-
-
-class PausedExecutor:
-    """Loads nothing. Each load waits until the test ends it, or until it is cancelled, if it can be.
-
-    Attributes:
-        began: (tenant, name) of the loads, in the order in which they began.
-        cancelled: those that were cancelled.
-        most: most loads at a time.
-        ready: what `is_ready` returns.
-    """
-
-    def __init__(self, *, cancels: bool = True) -> None:
-        self._cancels = cancels
-        self._changed = threading.Condition()
-        self._ends: dict[tuple[str, str], BaseException | None] = {}
-        self._keys: dict[tuple[str, str], str] = {}
-        self._num_loading = 0
-        self.began: list[tuple[str, str]] = []
-        self.cancelled: list[tuple[str, str]] = []
-        self.most = 0
-        self.ready = True
-
-    def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
-        assert isinstance(string, SourceProcessor)
-        key = tenant, string.class_name
-        with self._changed:
-            self._keys[string.digest, tenant] = string.class_name
-            self.began.append(key)
-            self._num_loading += 1
-            self.most = max(self.most, self._num_loading)
-            self._changed.notify_all()
-            assert self._changed.wait_for(lambda: key in self._ends, LONG)
-            self._num_loading -= 1
-            error = self._ends.pop(key)
-            self._changed.notify_all()
-        if error is not None:
-            raise error
-        return LoadedProcessor(string.digest, string.class_name, self, object(), tenant=tenant)
-
-    def cancel_load(self, digest: str, tenant: str) -> bool:
-        if self._cancels:
-            key = tenant, self._keys[digest, tenant]
-            self.cancelled.append(key)
-            self.end(*key, ProcessorLoadError("was cancelled"))
-        return self._cancels
-
-    def end(self, tenant: str, name: str, error: BaseException | None = None) -> None:
-        with self._changed:
-            self._ends[tenant, name] = error
-            self._changed.notify_all()
-
-    async def until_began(self, *keys: tuple[str, str]) -> None:
-        """Wait until exactly these loads have begun, in any order."""
-
-        def wait() -> bool:
-            with self._changed:
-                return self._changed.wait_for(lambda: set(keys) <= set(self.began), LONG)
-
-        assert await asyncio.to_thread(wait)
-        assert sorted(self.began) == sorted(keys)
-
-    def is_ready(self, processor: LoadedProcessor) -> bool:
-        return self.ready
-
-    def ensure(self, processor: LoadedProcessor) -> None:
-        self.began.append(("ensured", processor.name))
-
-    def unload(self, processor: LoadedProcessor) -> None:
-        pass
-
-    def attach(self, *_: Any) -> NoReturn:
-        raise AssertionError("nothing runs")
-
-    def group(self, *_: Any) -> NoReturn:
-        raise AssertionError("nothing runs")
+from .paused_executor import LONG, PausedExecutor
 
 
 class Scene:
@@ -264,10 +188,17 @@ async def test_thread_that_cannot_be_started_fails_its_load_only(monkeypatch: py
 async def test_processor_that_arrives_while_its_waiter_leaves_is_released() -> None:
     scene = Scene()
     async with no_leftovers(scene):
-        waiter = scene.queue._enter(("a", string("A").digest), string("A"))
+        resolve = scene.queue._resolve
+
+        def resolve_and_cancel(*args: Any) -> None:
+            resolve(*args)
+            task.cancel()  # before it runs again
+
+        scene.queue._resolve = resolve_and_cancel  # type: ignore[method-assign]
+        task = scene.acquire("A")
         scene.executor.end("a", "A")
-        await waiter.future
-        scene.queue._leave(waiter)  # its task is cancelled before it runs again
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 async def test_waiting_loads_of_a_tenant_are_bounded() -> None:
@@ -321,7 +252,7 @@ def test_closed_event_loop_releases_the_processor() -> None:
     async def leave() -> None:
         asyncio.ensure_future(scene.queue.acquire(string("A"), "a"))  # noqa: RUF006  # cancelled with the loop
         await scene.executor.until_began(("a", "A"))
-        scene.queue._leave = lambda waiter: None  # type: ignore[method-assign]
+        scene.queue.leave = lambda waiter: None  # type: ignore[method-assign]
 
     asyncio.run(leave())
     scene.executor.end("a", "A")
