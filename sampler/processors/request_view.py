@@ -23,7 +23,8 @@ class ModelView:
 class RequestView:
     """One sequence as its processor sees it. Attribute names are those of SGLang's `Req`.
 
-    The lists are copies: a processor that edits them affects no other code.
+    The lists are copies: a processor that edits them affects no other code. Attributes that it adds are kept like
+    `state`.
 
     Attributes:
         rid: request id.
@@ -37,6 +38,7 @@ class RequestView:
     """
 
     __slots__ = (
+        "__dict__",
         "_before_first_use",
         "_output_ids",
         "eos_token_ids",

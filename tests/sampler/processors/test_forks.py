@@ -45,7 +45,8 @@ def test_fork_has_history_and_copy_of_state(load: Callable[..., LoadedProcessor]
             shared = req.state.setdefault("log", params["log"])
             shared.append(len(req.output_ids))
             req.state["view"] = req
-            is_same = shared is params["log"] and req.state["view"] is req
+            req.own_attribute = getattr(req, "own_attribute", shared)
+            is_same = shared is params["log"] is req.own_attribute and req.state["view"] is req
             is_shared = req.tokenizer is TOKENIZER
             seen.append((req.output_ids[:], shared[:], params["words"], is_same, is_shared))
         return logits
