@@ -62,7 +62,7 @@ _KEPT = 10.0
 
 
 @dataclass(eq=False)
-class _Load:
+class _BegunLoad:
     """A load that `is_loading` began.
 
     Attributes:
@@ -103,7 +103,7 @@ class PluginProcessors:
         self._settings = settings
         self._executor = executor
         self._clock = clock
-        self._begun: dict[Key, _Load] = {}
+        self._begun: dict[Key, _BegunLoad] = {}
         self._loader = ProcessorLoader(
             registry,
             ProcessorCache(
@@ -200,7 +200,7 @@ class PluginProcessors:
             if ready is not None:
                 self._loader.release(ready)
                 return False
-            load = _Load()
+            load = _BegunLoad()
             try:
                 self._queue.begin(string, tenant, partial(setattr, load, "outcome"))
             except LoadQueueFull:
@@ -212,7 +212,7 @@ class PluginProcessors:
             load.until = self._clock() + _KEPT
         return load.outcome is None
 
-    def _release_begun(self, ends: Callable[[_Load], bool]) -> None:
+    def _release_begun(self, ends: Callable[[_BegunLoad], bool]) -> None:
         """Release the processors of some loads, and forget these."""
         for key in [key for key, load in self._begun.items() if ends(load)]:
             outcome = self._begun.pop(key).outcome
