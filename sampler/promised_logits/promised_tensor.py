@@ -17,6 +17,12 @@ RECORDED_OPERATIONS: dict[Callable[..., Any], RecordOperation] = {}
 """Operations that are recorded, see `recorded_operations`. An operation that is not here uses the values."""
 
 
+def _shape(tensor: Any) -> Any:
+    """Return the shape of a promised tensor, which is that of its real one once somebody used it."""
+    state = tensor.promised_state
+    return torch.Size(state.shape) if state.made is None else state.made.shape
+
+
 class PromisedLogits(torch.Tensor):
     """Logits of a call, or values computed from them, that need not exist yet.
 
@@ -31,6 +37,16 @@ class PromisedLogits(torch.Tensor):
 
     promised_state: State
     promised_reference: Reference | None
+
+    # Both without PyTorch's dispatch, which takes longer: processors often use them.
+    shape: Any = property(_shape)
+
+    def __len__(self) -> int:
+        """Return the first dimension."""
+        shape: torch.Size = self.shape
+        if not shape:
+            raise TypeError("len() of a 0-d tensor")
+        return shape[0]
 
     @classmethod
     def __torch_function__(
