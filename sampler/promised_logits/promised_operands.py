@@ -61,15 +61,19 @@ def operand_of(value: Any, shape: tuple[int, ...]) -> Operand | None:
     number = scalar_of(value)
     if number is not None:
         return number
-    return value.expand(shape).numpy().flatten() if _can_broadcast(value, shape) else None
+    if not _can_broadcast(value, shape):
+        return None
+    return (value if value.shape == shape else value.expand(shape)).numpy().flatten()  # type: ignore[no-any-return]
 
 
 def _can_broadcast(value: Any, shape: tuple[int, ...]) -> bool:
     """Return whether this is float32 that can be broadcast to a shape."""
-    return (
-        is_plain(value, torch.float32)
-        and value.ndim <= len(shape)
-        and all(size in (1, wanted) for size, wanted in zip(reversed(value.shape), reversed(shape), strict=False))
+    return is_plain(value, torch.float32) and (
+        value.shape == shape
+        or (
+            value.ndim <= len(shape)
+            and all(size in (1, wanted) for size, wanted in zip(reversed(value.shape), reversed(shape), strict=False))
+        )
     )
 
 

@@ -94,7 +94,7 @@ class LogitsView:
                 return self._put_mask(chosen, number)
             chosen = chosen.cells(self.memory.source.vocab_size)
         if isinstance(chosen, Cells):
-            return _put_cells(self.memory, chosen, value)
+            return _put_cells(self.memory, chosen, value, number)
         if chosen is None:
             return False
         if isinstance(value, LogitsView):
@@ -274,13 +274,12 @@ class Values:
 State: TypeAlias = LogitsView | CellView | Values
 
 
-def _put_cells(memory: Memory, cells: Cells, value: Any) -> bool:
-    """Assign a number or promised values to elements."""
+def _put_cells(memory: Memory, cells: Cells, value: Any, number: float | None) -> bool:
+    """Assign a number, or else promised values, to elements."""
     if isinstance(value, Values):
         return value.restore(memory, cells)
     if isinstance(value, CellView):
         return value.is_same(memory, cells)
-    number = scalar_of(value)
     if number is None:
         return False
     memory.log.put(cells.positions, number)
