@@ -136,10 +136,8 @@ def encode(log: EditLog, vectors: VectorSender) -> bytes:
 
 def _encoded(edit: Edit, vectors: VectorSender) -> list[bytes]:
     """Return the header of an edit, and its arrays."""
-    if isinstance(edit, WithPositions):
-        count, numbers = len(edit.positions), edit.positions.tobytes()
-    else:
-        count, numbers = len(edit.rows), edit.rows.tobytes()
+    named = edit.positions if isinstance(edit, WithPositions) else edit.rows
+    count, numbers = len(named), named.astype(_NUMBERS).tobytes()
     match edit:
         case Put():
             return [_HEADER.pack(_PUT, 0, 0, count, edit.value), numbers]

@@ -44,7 +44,7 @@ def combine_edits(edits: GroupEdits, num_rows: int, vocab_size: int) -> GroupEdi
 
     Registers that are never restored are left out, and the others get new numbers.
     """
-    has_registers = any(type(edit) is Save for edit in edits)
+    has_registers = Save in map(type, edits)
     if has_registers:
         edits = _with_arithmetic_in_place(edits)
     if len(edits) >= _MIN_EDITS:
@@ -173,10 +173,10 @@ def with_ascending_positions(edits: GroupEdits, vocab_size: int) -> GroupEdits:
     ordered: list[Edit] = []
     for edit in edits:
         if isinstance(edit, Put):
-            ordered.append(_mask_of(edit, vocab_size) or edit._replace(positions=_ascending(edit.positions)))
+            ordered.append(_mask_of(edit, vocab_size) or Put(_ascending(edit.positions), edit.value))
             continue
         if isinstance(edit, EditPositions) and None not in map(_operand_key, _operands(edit)):
-            ordered.append(edit._replace(positions=_ascending(edit.positions)))
+            ordered.append(EditPositions(_ascending(edit.positions), edit.arithmetic))
             continue
         if isinstance(edit, Restore):
             order = orders.get(edit.register)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from .edit_operations import (
@@ -15,6 +13,7 @@ from .edit_operations import (
     MAX_EDITS_PER_ROW,
     MAX_TOUCHED,
     POSITION_COST,
+    AnyPositions,
     Edit,
     EditPositions,
     EditRows,
@@ -32,9 +31,6 @@ from .edit_operations import (
 from .merged_edits import apply_edits
 
 NUM_RECENT_VECTORS = 4
-
-AnyPositions: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
-"""Positions or rows as they are recorded: integers [n]."""
 
 
 class RecentVectors:
@@ -62,11 +58,12 @@ class RecentVectors:
 class _OpenPut:
     """A put of a number, to whose positions those of the next ones are added: many forbid tokens one by one."""
 
-    __slots__ = ("parts", "value")
+    __slots__ = ("arrays", "listed", "value")
 
     def __init__(self, value: float) -> None:
         self.value = value
-        self.parts: list[Positions] = []
+        self.listed: list[int] = []
+        self.arrays: list[Positions] = []
 
 
 class EditLog:
@@ -104,7 +101,8 @@ class EditLog:
         edits = self._edits
         for number, edit in enumerate(edits):
             if type(edit) is _OpenPut:
-                edits[number] = Put(_joined(edit.parts), edit.value)
+                listed = np.array(edit.listed, np.int64)
+                edits[number] = Put(np.concatenate((listed, *edit.arrays)) if edit.arrays else listed, edit.value)
         return edits  # type: ignore[return-value]  # there are no others now
 
     @property
@@ -128,7 +126,10 @@ class EditLog:
         if type(last) is not _OpenPut or not same_number(last.value, value):
             last = _OpenPut(value)
             self._edits.append(last)
-        last.parts.append(_numbers(positions))
+        if isinstance(positions, list):
+            last.listed += positions
+        else:
+            last.arrays.append(_numbers(positions))
         self._num_touched += POSITION_COST * len(positions)
 
     def fill(self, rows: Sequence[int], value: float) -> None:
@@ -192,8 +193,4 @@ class EditLog:
 
 
 def _numbers(numbers: AnyPositions) -> Positions:
-    return np.asarray(numbers, np.uint32)
-
-
-def _joined(parts: list[Positions]) -> Positions:
-    return np.concatenate(parts) if len(parts) > 1 else parts[0]
+    return np.asarray(numbers, np.int64)

@@ -5,13 +5,14 @@ None stands for an index of another form: PyTorch then indexes the real logits, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from logitship.sampler.edits.edit_operations import FEW, Positions
+from logitship.sampler.edits.edit_operations import FEW, AnyPositions
 
 from .promised_operands import is_plain
 
@@ -36,24 +37,26 @@ class Cells(NamedTuple):
     """Some elements.
 
     Attributes:
-        positions: their positions, uint32 [n].
+        positions: their positions: a list of a few, or int64 [n].
         shape: shape of the result; its elements are the positions in order.
+        numbers: numbers of which one occurs twice if a position does.
         is_view: True if PyTorch returns a view of them.
     """
 
-    positions: Positions
+    positions: AnyPositions
     shape: tuple[int, ...]
+    numbers: AnyPositions
     is_view: bool = False
 
     @property
     def are_distinct(self) -> bool:
         """True if no position occurs twice."""
-        positions = self.positions
-        if len(positions) <= FEW:
-            return len(set(positions.tolist())) == len(positions)
-        is_named = np.zeros(int(positions.max()) + 1, np.bool_)  # a fraction of the time of a sort
-        is_named[positions] = True
-        return int(np.count_nonzero(is_named)) == len(positions)
+        numbers = self.numbers
+        if len(numbers) <= FEW:
+            return len(set(numbers)) == len(numbers)
+        is_named = np.zeros(int(np.max(numbers)) + 1, np.bool_)  # a fraction of the time of a sort
+        is_named[numbers] = True
+        return int(np.count_nonzero(is_named)) == len(numbers)
 
 
 class Mask(NamedTuple):
@@ -114,7 +117,7 @@ def select(rows: range, is_one: bool, vocab_size: int, index: Any) -> Selection 
     if row_numbers is None or columns is None or is_everything(second) or type(second) is slice:
         return None
     try:
-        return _cells(np.array(rows, np.int64)[row_numbers] * vocab_size + columns)
+        return _cells(np.array(rows, np.int64)[row_numbers] * vocab_size + np.asarray(columns, np.int64))
     except ValueError:  # they cannot be broadcast
         return None
 
@@ -126,17 +129,22 @@ def _in_rows(rows: range, is_one: bool, vocab_size: int, index: Any) -> Selectio
     if is_plain(index, torch.bool):
         return Mask(rows, index, is_one) if index.shape == (vocab_size,) else None
     columns = _numbers(index, vocab_size)
-    if columns is None or columns.ndim > 1:
+    if columns is None or (isinstance(columns, np.ndarray) and columns.ndim > 1):
         return None
-    is_view = type(index) in (int, slice)
-    if is_one:
-        return _cells(columns + rows[0] * vocab_size, is_view=is_view)
-    starts = np.array(rows, np.int64) * vocab_size
-    return _cells(starts + columns if columns.ndim == 0 else starts[:, None] + columns, is_view=is_view)
+    positions: AnyPositions
+    if isinstance(columns, list) and len(rows) * len(columns) <= FEW:
+        positions = [row * vocab_size + column for row in rows for column in columns]
+    else:
+        grid = np.array(rows, np.int64)[:, None] * vocab_size + np.asarray(columns, np.int64)
+        positions = grid.reshape(-1)
+    own_shape = () if type(index) is int else (len(columns),)
+    shape = own_shape if is_one else (len(rows), *own_shape)
+    return Cells(positions, shape, columns, is_view=type(index) in (int, slice))
 
 
-def _cells(positions: Numbers, *, is_view: bool = False) -> Cells:
-    return Cells(positions.reshape(-1).astype(np.uint32), positions.shape, is_view)
+def _cells(positions: Numbers) -> Cells:
+    flat = positions.reshape(-1)
+    return Cells(flat, positions.shape, flat)
 
 
 def is_everything(index: Any) -> bool:
@@ -144,42 +152,46 @@ def is_everything(index: Any) -> bool:
     return index is Ellipsis or (type(index) is slice and index == _ALL)
 
 
-def _numbers(index: Any, size: int) -> Numbers | None:
-    """Return the numbers below `size` that an index selects in one dimension."""
+def _numbers(index: Any, size: int) -> list[int] | Numbers | None:
+    """Return the numbers below `size` that an index selects in one dimension. A few are a list."""
     kind = type(index)
-    if kind is int:
-        return np.array(index % size) if _is_in(index, size) else None
     if kind is slice:
         return np.arange(*index.indices(size)) if _is_simple(index) else None
-    if kind is list or kind is tuple:
+    if kind is int:
+        index = [index]
+    elif kind is list or kind is tuple:
         if not {int}.issuperset(map(type, index)):
             if not all(type(each) is int or _is_number(each) for each in index):
                 return None
             index = [*map(int, index)]
+    elif is_plain(index, torch.int64) and index.ndim > 0:
+        # For a few numbers, making an array takes longer than everything else here.
+        index = index.tolist() if index.ndim == 1 and index.numel() <= FEW else index.numpy()
+    elif kind is not np.ndarray or index.dtype != np.int64 or index.ndim == 0:
+        return None
+    if type(index) is not np.ndarray:
+        if len(index) <= FEW:
+            return _few_numbers(index, size)
         try:
-            numbers = np.array(index, np.int64)
+            index = np.array(index, np.int64)
         except OverflowError:
             return None
-    elif kind is np.ndarray:
-        numbers = index
-    elif is_plain(index, torch.int64):
-        numbers = index.numpy()
-    else:
-        return None
-    if numbers.dtype != np.int64 or numbers.ndim == 0:
-        return None
+    numbers: Numbers = index
     if _are_below(numbers, size):
         return numbers
     numbers = np.where(numbers < 0, numbers + size, numbers)
     return numbers if _are_below(numbers, size) else None
 
 
+def _few_numbers(index: Sequence[int], size: int) -> list[int] | None:
+    if not index or 0 <= min(index) <= max(index) < size:
+        return list(index)
+    return [number % size for number in index] if -size <= min(index) <= max(index) < size else None
+
+
 def _are_below(numbers: Numbers, size: int) -> bool:
     """Return whether all numbers are below `size`, and none is negative."""
-    if numbers.size <= FEW:
-        listed = numbers.reshape(-1).tolist()
-        return not listed or (min(listed) >= 0 and max(listed) < size)
-    return int(numbers.view(np.uint64).max()) < size  # a negative one is very large
+    return numbers.size == 0 or int(numbers.view(np.uint64).max()) < size  # a negative one is very large
 
 
 def _is_in(number: int, size: int) -> bool:
