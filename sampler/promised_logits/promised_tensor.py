@@ -39,7 +39,7 @@ class PromisedLogits(torch.Tensor):
     promised_reference: Reference | None
 
     # Both without PyTorch's dispatch, which takes longer: processors often use them.
-    shape: Any = property(_shape)
+    shape: Any = property(_shape, vars(torch._C.TensorBase)["shape"].__set__)  # it raises
 
     def __len__(self) -> int:
         """Return the first dimension."""
