@@ -45,6 +45,8 @@ class PluginSettings:
     """Share of the engine's own time that its steps wait for late processors, see `Allowances`."""
     allow_processor: str | None = None
     """A file with the digests of the only shipped processors that may run. None: any may."""
+    audit_log: str | None = None
+    """A file that gets a line for each request with processors that ends, see `AuditLog`. None: no file."""
     tree: Mapping[str, str] | None = None
     """Trees that requests can name: name → file. In the environment `NAME=FILE`, several separated by commas."""
 
@@ -151,5 +153,6 @@ SHARED_READERS: Mapping[str, Callable[[str], Any]] = {
     "step_share": _positive,
     "sandbox_load_timeout": _seconds,
     "allow_processor": str,
+    "audit_log": str,
     "tree": _trees,
 }

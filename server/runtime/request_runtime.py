@@ -62,6 +62,7 @@ class RequestRuntime:
         self._ranks = worker.ranks
         self._processors = worker.processors
         self._logger = worker.logger
+        self._audit_log = worker.audit_log
         self._runs_code_here = worker.settings.processor_isolation == "none"
         self._allowances = Allowances(worker.settings.step_share)
         self._share_setting = f"{worker.settings.prefix}STEP_SHARE"
@@ -101,7 +102,7 @@ class RequestRuntime:
             return
         self._loads_until = self._loads_until or time.monotonic() + MAX_LOADING
         try:
-            requested = self._seat.processors_of(request)
+            requested = request.requested = self._seat.processors_of(request)
             if time.monotonic() >= self._loads_until and self._processors.is_loading(requested, request.tenant):
                 raise ValueError(_NOT_LOADED)
             uses = self._processors.load(requested, request.rid, request.tenant)
@@ -200,6 +201,8 @@ class RequestRuntime:
         self._running = {row: request for row, request in self._running.items() if row not in rows}
         for request in finished:
             self._allowances.drop(request.rid)
+            if self._audit_log is not None:
+                self._audit_log.add(request)
         self._shipped.update_state(BatchUpdate(len(self._running), rows, [], []))
         self._shipped.close_absent()  # preempted requests had no row
         if self._processors is not None:

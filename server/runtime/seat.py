@@ -24,6 +24,7 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import ProcessorRequest
 
+from .audit_log import AuditLog
 from .plugin_processors import PluginProcessors, for_execution
 from .plugin_settings import PluginSettings
 from .tracked_request import TrackedRequest
@@ -57,6 +58,7 @@ class EngineWorker(Generic[RanksT_co]):
         ranks: the processes that sample the same tokens.
         processors: loads the requests' processors; None on ranks that run none.
         logger: the engine's logger of logitship.
+        audit_log: the audit log; None if there is none.
     """
 
     settings: PluginSettings
@@ -64,6 +66,14 @@ class EngineWorker(Generic[RanksT_co]):
     ranks: RanksT_co
     processors: PluginProcessors | None
     logger: logging.Logger
+    audit_log: AuditLog | None = None
+
+    def close(self) -> None:
+        """End the sandboxes, and write the audit log."""
+        if self.processors is not None:
+            self.processors.close()
+        if self.audit_log is not None:
+            self.audit_log.close()
 
 
 def start_engine_worker(
@@ -72,10 +82,13 @@ def start_engine_worker(
     """Start the executor of the processors on the first rank, for up to `max_rows` rows.
 
     Raises:
-        ValueError: as `for_execution`.
+        ValueError: as `for_execution`, or the audit log cannot be written.
     """
-    processors = for_execution(settings, model, max_rows, logger) if ranks.is_first else None
-    return EngineWorker(settings, model, ranks, processors, logger)
+    if not ranks.is_first:
+        return EngineWorker(settings, model, ranks, None, logger)
+    audit_log = None if settings.audit_log is None else AuditLog(settings.audit_log)
+    processors = for_execution(settings, model, max_rows, logger)
+    return EngineWorker(settings, model, ranks, processors, logger, audit_log)
 
 
 class EngineSeat(Protocol):

@@ -9,6 +9,7 @@ from typing import Any
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.processor_groups import ProcessorUse, fork_uses, uses_of
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.requests.messages import ProcessorRequest
 
 INTERNAL_ERROR = "the server had an internal error; its log has the details"
 """Reason of a request that ends because of an error of the plugin or of the engine."""
@@ -25,6 +26,7 @@ class TrackedRequest:
         ends_at: tokens that end it.
         tenant: who sent it.
         max_tokens: most output tokens; None: no limit.
+        requested: the processors that it asks for; none before they are read, or if they cannot be.
         params: its sampling parameters with its processors; None until they are loaded, or if they cannot be.
         output_token_ids: its output tokens, all of them known. The same list until draft tokens are accepted.
         fault: the reason to end it; None while it runs.
@@ -40,6 +42,7 @@ class TrackedRequest:
     ends_at: frozenset[int] = frozenset()
     tenant: str = ""
     max_tokens: int | None = None
+    requested: Sequence[ProcessorRequest] = ()
     params: SamplingParams | None = None
     output_token_ids: list[int] = field(default_factory=list)
     fault: ProcessorFault | None = None

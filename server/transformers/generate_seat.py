@@ -87,7 +87,7 @@ class ShippedLogitsProcessor(LogitsProcessor):
         vocab_size = model.get_output_embeddings().weight.shape[0]
         view = ModelView(vocab_size, self._eos_token_ids, tokenizer)
         worker = start_engine_worker(settings, view, OneRank(), max_rows, logger)
-        self._processors = worker.processors
+        self._worker = worker
         self._runtime = RequestRuntime(self, worker)
         self._roots: list[TrackedRequest] = []
         self._sequences: dict[tuple[int, ...], list[TrackedRequest]] = {}
@@ -193,8 +193,7 @@ class ShippedLogitsProcessor(LogitsProcessor):
     def close(self) -> None:
         """End the sandboxes."""
         self._release()
-        if self._processors is not None:
-            self._processors.close()
+        self._worker.close()
 
     def __enter__(self) -> Self:
         return self

@@ -21,6 +21,7 @@ from logitship.sampler.processors.executor import ProcessorExecutor
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.runtime import plugin_processors
+from logitship.server.runtime.audit_log import AuditLog
 from logitship.server.runtime.plugin_processors import PluginProcessors, for_execution
 from logitship.server.runtime.plugin_settings import PluginSettings
 from logitship.server.runtime.ranks import GroupRanks
@@ -354,6 +355,11 @@ class PluginEngine(FakeEngine):
         runtime: RequestRuntime = self.seat._runtime
         return runtime
 
+    def close_audit_log(self) -> None:
+        """Write what is not written yet."""
+        if self.runtime._audit_log is not None:
+            self.runtime._audit_log.close()
+
     @property
     def held(self) -> list[Any]:
         return [*range(self.processors.in_use), *self.runtime._kept, *self.runtime._shipped._members]
@@ -381,7 +387,8 @@ class BatchedEngine(PluginEngine):
         ranks = self.ranks_class(self.group)
         runs = self.processors if ranks.is_first else None
         self.num_dropped = 0
-        self._start(EngineWorker(self.settings, self.model, ranks, runs, self.logger))  # type: ignore[arg-type]
+        log = None if self.settings.audit_log is None else AuditLog(self.settings.audit_log)
+        self._start(EngineWorker(self.settings, self.model, ranks, runs, self.logger, log))  # type: ignore[arg-type]
 
     def _run(self, jobs: Sequence[Job]) -> dict[str, list[int]]:
         requests = [self.request(job) for job in jobs]
@@ -406,6 +413,7 @@ class BatchedEngine(PluginEngine):
                 results.append(self._append(self.sample(*plan)))
                 self._process(results, int(self.is_async))
         self.end()
+        self.close_audit_log()
         for request in requests:
             if self.is_failed(request) and request.rid in self.possible_ends:
                 self.ends.setdefault(request.rid, self.possible_ends[request.rid])

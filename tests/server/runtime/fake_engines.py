@@ -49,7 +49,7 @@ class Transformers(PluginEngine):
         entry = {"processor": json.loads(job.string), "params": job.custom_params}
         with self._own_executor():
             self.seat = ShippedLogitsProcessor(model, None, [entry], settings=self.settings)
-        self.seat._processors = self.seat._runtime._processors = self.processors
+        self.seat._runtime._processors = self.processors
         output: list[int] = []
         try:
             while len(output) not in {job.tokens, job.stops_at} and output[-1:] not in [[end] for end in ends]:
@@ -58,6 +58,7 @@ class Transformers(PluginEngine):
         except ProcessorFault as fault:
             self.ends[job.rid] = f"{fault}\n{fault.traceback}"
         self.seat._release()
+        self.close_audit_log()
         self.receipts[job.rid] = self.receipts.pop("generate-0", 0)
         return output
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -163,6 +165,24 @@ def test_code_in_this_process_leaves_the_random_numbers_of_ranks_as_they_were(en
     fake.run(0, Job("x", source=SourceProcessor(RANDOM.source + "torch.rand(1)\n", "Random")))
     assert not fake.ends
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@on(PLUGINS)
+def test_audit_log_has_a_line_for_each_request(engine: type[PluginEngine], tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    fake = engine(audit_log=str(path))
+    jobs = Job("runs"), Job("fails", fails_at=2), Job("broken", processor='{"name": "nothing"}')
+    fake.run(0, Job("plain", first=None), *jobs)
+    failed, finished, broken = sorted(map(json.loads, path.read_text().splitlines()), key=lambda line: line["end"])
+    assert [finished["end"], failed["end"], broken["end"]] == ["finished", "exception", "load"]
+    assert failed["error"] == "processor ChecksHistory raised RuntimeError: requested"
+    assert "no processor is installed" in broken["error"]
+    assert broken["processors"] == [{"name": "nothing"}]
+    (checks,) = finished["processors"]
+    assert checks["name"] == "ChecksHistory"
+    assert checks["digest"].startswith("sha256:")
+    assert checks["calls"] > 1
+    assert finished["tenant"] == ""
 
 
 SLEEPS = shipped("Sleeps", "import time; time.sleep(6.0); return logits + 0.0")

@@ -16,6 +16,7 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime import plugin_processors
+from logitship.server.runtime.audit_log import AuditLog
 from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission, for_execution
 from logitship.server.sglang.sglang_settings import SglangSettings
 from logitship.server.vllm.settings import VllmSettings
@@ -155,3 +156,8 @@ async def test_check_that_is_cancelled_cancels_its_load() -> None:
     with pytest.raises(asyncio.CancelledError):
         await check
     assert scene.executor.cancelled == [("a", "A")]
+
+
+def test_audit_log_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"audit\.jsonl cannot be written: No such file or directory"):
+        AuditLog(str(tmp_path / "missing" / "audit.jsonl"))

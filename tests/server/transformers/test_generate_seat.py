@@ -88,9 +88,9 @@ def test_same_tokens_as_in_this_process(model: LlamaForCausalLM, make: Make, opt
             torch.manual_seed(7)
             outputs.append(model.generate(prompts, logits_processor=[each], max_new_tokens=12, **options))
         assert torch.equal(*outputs)
-    assert processor._processors.in_use > 0
+    assert processor._worker.processors.in_use > 0
     processor._release()
-    assert processor._processors.in_use == 0
+    assert processor._worker.processors.in_use == 0
     assert not processor._runtime._kept
 
 
@@ -117,7 +117,7 @@ def test_fault_is_raised_and_the_next_call_works(model: LlamaForCausalLM, make: 
     for _ in range(2):
         with pytest.raises(ProcessorFault, match="raised RuntimeError: requested"):
             model.generate(prompt, logits_processor=[processor], max_new_tokens=4)
-        assert processor._processors.in_use == 0
+        assert processor._worker.processors.in_use == 0
     assert model.generate(prompt, logits_processor=[processor], max_new_tokens=2)[0, 2:].tolist() == [10, 11]
 
 
