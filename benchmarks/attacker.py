@@ -51,8 +51,12 @@ class Attacker:
         except httpx.HTTPError:
             self._count("gone")
             return 0
-        self._count(str(response.status_code))
+        self._count(self.outcome(response))
         return response.status_code
+
+    def outcome(self, response: httpx.Response) -> str:
+        """Return the name under which a response is counted."""
+        return str(response.status_code)
 
     async def abandon(self, path: str, body: bytes, after: float, *, ships: bool = False) -> None:
         """Send a body, and close the connection after some seconds."""

@@ -18,11 +18,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import comparison
 from end_to_end import MAX_MODEL_LEN, vllm_command
+from plugin_servers import sglang_command
 from processors import SOURCE
 from served import COMMAND, Server, ServerCommand, listening
 
@@ -305,15 +305,6 @@ def _of_peer(
     )
 
 
-def sglang_command(python: str, model: Path) -> tuple[list[str], dict[str, str]]:
-    """Return the command that serves the model with SGLang, and its environment."""
-    flags = "--device cpu --attention-backend torch_native --sampling-backend pytorch --grammar-backend xgrammar"
-    more = "--dtype float32 --disable-overlap-schedule --max-total-tokens 16384 --max-running-requests 32"
-    environment = {"HF_HUB_OFFLINE": "1", "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "2"}
-    command = [python, "-m", "sglang.launch_server", "--model-path", str(model), *flags.split(), *more.split()]
-    return [*command, "--skip-server-warmup", "--host", "127.0.0.1"], environment
-
-
 def main() -> None:
     """Measure and print."""
     parser = comparison.arguments(__doc__)
@@ -335,7 +326,7 @@ def main() -> None:
     if options.vllm_python:
         commands["vLLM"] = vllm_command(options.vllm_python, model)
     if options.sglang_python:
-        commands["SGLang"] = sglang_command(options.sglang_python, model)
+        commands["SGLang"] = sglang_command(options.sglang_python, model, "--disable-overlap-schedule")
     with listening(*commands.values()) as servers:
         sides = [Side(name, server) for name, server in zip(commands, servers, strict=True)]
         with ExitStack() as stack:

@@ -15,6 +15,7 @@ import json
 import socket
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -31,9 +32,9 @@ def attack(function: Attack) -> Attack:
     return function
 
 
-def spin(seconds: float) -> str:
-    """Return the statements of a method that uses the CPU for some seconds."""
-    return f"end = time.perf_counter() + {seconds}\n        while time.perf_counter() < end: pass"
+def spin(seconds: float, clock: str = "perf_counter") -> str:
+    """Return the statements of a method that uses the CPU for some seconds of a clock."""
+    return f"end = time.{clock}() + {seconds}\n        while time.{clock}() < end: pass"
 
 
 def processor(number: int = 0, *, in_module: str = "", in_init: str = "pass", in_call: str = "pass") -> dict[str, str]:
@@ -418,10 +419,15 @@ async def run(name: str, url: str, key: str, shipping_key: str, seconds: float) 
     limits = httpx.Limits(max_connections=1000)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as http:
         attacker = Attacker(url, key, shipping_key, http, time.monotonic() + seconds)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await ATTACKS[name](attacker)
+        await until_the_end(attacker, ATTACKS[name])
     return attacker
+
+
+async def until_the_end(attacker: Attacker, attack: Callable[[Any], Awaitable[None]]) -> None:
+    """Let a client attack until its time is over."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(attacker.until - time.monotonic()):
+            await attack(attacker)
 
 
 def main() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import tempfile
 from collections import Counter
@@ -25,15 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from forced_tokens import sglang_command
+from plugin_servers import ROOT, add_distribution, sglang_with_plugin, vllm_with_plugin
 from served import COMMAND, Server, listening
-from sglang_plugin import add_distribution
 from transformers import AutoTokenizer
 
 from logitship.client.serialization.processor_string import PYTHON
 from logitship.server.model.default_model import default_model_folder
 
-ROOT = Path(__file__).resolve().parents[1]
 STRINGS: dict[str, str] = json.loads((ROOT / "tests" / "data" / "sglang_strings.json").read_text())["strings"][PYTHON]
 """Processor strings that SGLang's own `to_str` made."""
 
@@ -240,24 +237,12 @@ def table(found: Counter[tuple[str, str, str]]) -> Iterator[str]:
 
 def commands(options: argparse.Namespace, model: Path, folder: Path) -> Iterator[tuple[Sequence[str], dict[str, str]]]:
     """Yield the command of each server and its environment."""
-    command, environment = sglang_command(options.sglang_python, model)
-    command += [
-        "--enable-custom-logit-processor",
-        "--random-seed",
-        "0",
-        "--disable-radix-cache",
-        "--log-level",
-        "warning",
-    ]
+    flags = ("--random-seed", "0", "--disable-radix-cache", "--disable-overlap-schedule")
+    command, environment = sglang_with_plugin(options.sglang_python, model, folder, *flags)
     yield command, {**environment, "SGLANG_PLUGINS": "none"}
-    path = os.pathsep.join((str(ROOT / "src"), str(folder)))
-    yield command, {**environment, "SGLANG_PLUGINS": "logitship", "PYTHONPATH": path}
+    yield command, environment
     yield (*COMMAND, "--enable-custom-logit-processor", "--dtype", "float32", "--log-level", "error"), {}
-    flags = ["--dtype", "float32", "--max-model-len", "1024", "--enforce-eager"]
-    flags += ["--logits-processors", "logitship.server.vllm:LogitshipLogitsProcessor"]
-    environment = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR": "1"}
-    yield [options.vllm_python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *flags], environment
+    yield vllm_with_plugin(options.vllm_python, model)
 
 
 def main() -> int:

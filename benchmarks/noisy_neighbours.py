@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -48,6 +49,7 @@ FLAGS = (
     *("--enable-custom-logit-processor", "--log-level", "warning"),
     *("--prefix-cache-bytes", str(2**25)),  # full soon, so that later growth is a leak
 )
+_COMPLETION_TOKENS = re.compile(r'"completion_tokens": ?(\d+)')
 SETTLE = 5.0
 """Seconds between the end of the attack and the measurement of leaked resources."""
 MAX_STOP = 60.0
@@ -63,6 +65,7 @@ class Times:
         first_token: until the first token of short requests.
         health: until the response of `/health`.
         errors: of any of them.
+        tokens: number of those of all streams.
     """
 
     plain: list[float] = field(default_factory=list)
@@ -70,6 +73,7 @@ class Times:
     first_token: list[float] = field(default_factory=list)
     health: list[float] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,27 +162,45 @@ class HonestClients:
         http: sends requests.
     """
 
+    stream_tokens = 400
+    """Output tokens of each stream."""
+
     def __init__(self, url: str, http: httpx.AsyncClient) -> None:
         self._url = url
         self._http = http
         self._balancer = httpx.AsyncClient(timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
         """Connects for each request."""
         self._times = Times()
+        self._waits: dict[object, tuple[str, float]] = {}
+        """Begun and not over: the field of `Times`, and the time of the beginning."""
         self._number = 0
+
+    def clients(self) -> list[Callable[[], Awaitable[None]]]:
+        """Return the clients. Each is called again and again."""
+        ships = {"custom_logit_processor": {"source": SOURCE, "class_name": "BanSome"}}
+        return [
+            lambda: self._stream("honest", "plain", *self.long_request({})),
+            lambda: self._stream("ships", "shipped", *self.long_request(ships)),
+            self._first_token,
+            self._health,
+        ]
+
+    def long_request(self, fields: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Return the route and the body of a stream."""
+        sampling = {"ignore_eos": True, "temperature": 0.8, "custom_params": {"banned": [7, 8]}}
+        sampling["max_new_tokens"] = self.stream_tokens
+        return "/generate", {"text": "Once upon a time", "sampling_params": sampling, "stream": True, **fields}
+
+    def short_request(self, number: int) -> tuple[str, dict[str, Any]]:
+        """Return the route and the body of a request for one token after a prompt that is not cached."""
+        ids = [1000 + (number * 7919 + place * 31) % 40_000 for place in range(16)]
+        return "/generate", {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
 
     @contextlib.asynccontextmanager
     async def running(self) -> Any:
         """Let them run in the block."""
-        processor = {"source": SOURCE, "class_name": "BanSome"}
-        ships = {"custom_logit_processor": processor}
-        clients: list[Callable[[], Awaitable[None]]] = [
-            lambda: self._stream("honest", lambda: self._times.plain, {}),
-            lambda: self._stream("ships", lambda: self._times.shipped, ships),
-            self._first_token,
-            self._health,
-        ]
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._forever(client)) for client in clients]
+            tasks = [group.create_task(self._forever(client)) for client in self.clients()]
             yield
             for task in tasks:
                 task.cancel()
@@ -197,11 +219,32 @@ class HonestClients:
         response.raise_for_status()
 
     async def measure(self, seconds: float) -> Times:
-        """Return what they measure in the next seconds."""
+        """Return what they measure in the next seconds; includes a wait that is not over, if it is the longest."""
         self._times = Times()
         await asyncio.sleep(seconds)
         times, self._times = self._times, Times()
+        now = time.perf_counter()
+        for name, began in self._waits.values():
+            values = getattr(times, name)
+            if now - began > max(values, default=0.0):
+                values.append(now - began)
         return times
+
+    @contextlib.contextmanager
+    def _marks(self, name: str) -> Iterator[Callable[[], None]]:
+        """Pass a function to the block; note the times between its calls under a name of `Times`."""
+        wait = object()
+
+        def mark() -> None:
+            now = time.perf_counter()
+            if wait in self._waits:
+                getattr(self._times, name).append(now - self._waits[wait][1])
+            self._waits[wait] = (name, now)
+
+        try:
+            yield mark
+        finally:
+            self._waits.pop(wait, None)
 
     async def _forever(self, client: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -211,39 +254,40 @@ class HonestClients:
                 self._times.errors.append(f"{type(error).__name__}: {error}")
                 await asyncio.sleep(0.1)
 
-    async def _stream(self, key: str, into: Callable[[], list[float]], fields: dict[str, Any]) -> None:
-        """Stream a request, and note the times between its tokens."""
-        last = None
-        sampling = {"max_new_tokens": 400, "ignore_eos": True, "temperature": 0.8, "custom_params": {"banned": [7, 8]}}
-        body = {"text": "Once upon a time", "sampling_params": sampling, "stream": True, **fields}
-        async with self._http.stream("POST", "/generate", json=body, headers=_headers(key)) as response:
+    async def _stream(self, key: str, name: str, path: str, body: dict[str, Any]) -> None:
+        """Stream a request, and note the times between its tokens under a name of `Times`."""
+        tokens = 0
+        async with self._http.stream("POST", path, json=body, headers=_headers(key)) as response:
             if response.status_code != 200:
                 raise ValueError(f"{response.status_code} {(await response.aread())[:300]!r}")
-            async for line in response.aiter_lines():
-                if '"err_type"' in line or line.startswith('data: {"error"'):
-                    raise ValueError(line[-300:])
-                if line.startswith("data: {"):
-                    now = time.perf_counter()
-                    if last is not None:
-                        into().append(now - last)
-                    last = now
+            with self._marks(name) as mark:
+                async for line in response.aiter_lines():
+                    if '"err_type"' in line or line.startswith('data: {"error"'):
+                        raise ValueError(line[-300:])
+                    so_far = int(found[1]) if (found := _COMPLETION_TOKENS.search(line)) else 0
+                    if so_far > tokens:
+                        self._times.tokens += so_far - tokens
+                        tokens = so_far
+                        mark()
+        if tokens != self.stream_tokens:
+            raise ValueError(f"a stream ended after {tokens} tokens")
 
     async def _first_token(self) -> None:
-        """Ask for one token after a prompt that is not cached."""
         self._number += 1
-        ids = [1000 + (self._number * 7919 + place * 31) % 40_000 for place in range(16)]
-        body = {"input_ids": ids, "sampling_params": {"max_new_tokens": 1}}
-        began = time.perf_counter()
-        response = await self._http.post("/generate", json=body, headers=_headers("honest"))
-        self._times.first_token.append(time.perf_counter() - began)
+        path, body = self.short_request(self._number)
+        with self._marks("first_token") as mark:
+            mark()
+            response = await self._http.post(path, json=body, headers=_headers("honest"))
+            mark()
         if response.status_code != 200:
             raise ValueError(f"{response.status_code} {response.text[:300]}")
         await asyncio.sleep(0.3)
 
     async def _health(self) -> None:
-        began = time.perf_counter()
-        response = await self._balancer.get(f"{self._url}/health")
-        self._times.health.append(time.perf_counter() - began)
+        with self._marks("health") as mark:
+            mark()
+            response = await self._balancer.get(f"{self._url}/health")
+            mark()
         if response.status_code != 200:
             raise ValueError(f"/health {response.status_code}")
         await asyncio.sleep(0.2)
@@ -281,7 +325,8 @@ async def attacked(server: SoakServer, name: str, options: argparse.Namespace) -
             await honest.measure(2.0)  # loads the processor
             samples: list[Resources] = []
             watching = asyncio.create_task(_watch(server, samples))  # in both phases, which so include its cost
-            hostile = await _start_hostile(name, server.base_url, options.seconds)
+            keys = ("--key", KEYS["hostile"], "--shipping-key", KEYS["hostile ships"])
+            hostile = await start_hostile("hostile_clients.py", name, server.base_url, options.seconds, *keys)
             quiet = await honest.measure(options.quiet)
             before = measure_resources(server)
             samples[:] = [before]
@@ -303,10 +348,9 @@ async def attacked(server: SoakServer, name: str, options: argparse.Namespace) -
     }
 
 
-async def _start_hostile(name: str, url: str, seconds: float) -> asyncio.subprocess.Process:
-    """Start a hostile client, which waits for a line."""
-    command = [sys.executable, str(HERE / "hostile_clients.py"), name, "--url", url, "--seconds", str(seconds)]
-    command += ["--key", KEYS["hostile"], "--shipping-key", KEYS["hostile ships"], "--wait"]
+async def start_hostile(script: str, name: str, url: str, seconds: float, *more: str) -> asyncio.subprocess.Process:
+    """Start a hostile client of a script, which waits for a line."""
+    command = [sys.executable, str(HERE / script), name, "--url", url, "--seconds", str(seconds), "--wait", *more]
     hostile = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert hostile.stdout is not None
     assert await hostile.stdout.readline() == b"ready\n"

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, TypeAlias
 
-START_TIMEOUT = 240.0
+START_TIMEOUT = 600.0
 """Seconds until the servers answer: each loads a model."""
 STOP_TIMEOUT = 60.0
 ANSWER_TIMEOUT = 300.0

@@ -27,6 +27,7 @@ import httpx
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "src")]
 
+from plugin_servers import add_distribution  # noqa: E402
 from processors import BanSome  # noqa: E402
 
 from logitship.server.model.default_model import default_model_folder  # noqa: E402
@@ -142,15 +143,6 @@ def measure(servers: dict[bool, Server], streams: int, tokens: int, rounds: int)
         seconds = statistics.median(each[side] for each in turns)
         ratios = [statistics.median(each[side] / each[base] for each in turns) for base in ("alone", "unpickled")]
         print(f"{side:>10} {streams / seconds:9.1f} {seconds * 1e3:10.2f} {ratios[0]:10.3f} {ratios[1]:14.3f}")
-
-
-def add_distribution(folder: Path) -> None:
-    """Write what `pip install` writes, so that SGLang finds the plugin of a logitship on `PYTHONPATH`."""
-    metadata = folder / "logitship-0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: logitship\nVersion: 0\n")
-    entry_point = "logitship = logitship_sglang:load"
-    (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{entry_point}\n")
 
 
 def main() -> None:

@@ -44,11 +44,10 @@ from soak_server import (
     shared_memory_left,
     soak_server,
 )
-from tiny_model import tiny_model
+from tiny_model import model_named
 
 from logitship import AsyncClient
 from logitship.server.engine.engine_thread import IDLE
-from logitship.server.model.default_model import default_model_folder
 
 MIX = (soak_plain, soak_processed, soak_faults)
 """The modules that define kinds of requests."""
@@ -232,12 +231,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def _model(options: argparse.Namespace, folder: Path) -> Path:
-    if options.model == "tiny":
-        return tiny_model(folder / "model", default_model_folder())
-    return default_model_folder() if options.model == "default" else Path(options.model)
-
-
 async def _soak(server: SoakServer, options: argparse.Namespace) -> Soak:
     await _fill(server, options.concurrency)
     async with _client(server) as client:
@@ -252,7 +245,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     shared_memory = {entry.name for entry in SHARED_MEMORY.iterdir()}
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         folder = Path(name)
-        with soak_server(folder, _flags(options, _model(options, folder))) as server:
+        with soak_server(folder, _flags(options, model_named(options.model, folder))) as server:
             soak = asyncio.run(_soak(server, options))
             below = list(processes_below(server.pid))
         errors, left = server.errors(), server.left_behind(below) + shared_memory_left(shared_memory)

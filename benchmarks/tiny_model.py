@@ -5,6 +5,20 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from logitship.server.model.default_model import default_model_folder
+
+
+def model_named(name: str, folder: Path) -> Path:
+    """Return the folder of a model.
+
+    Args:
+        name: a folder; `default`: the default model; `tiny`: a tiny one.
+        folder: where the tiny one is made.
+    """
+    if name == "tiny":
+        return tiny_model(folder / "model", default_model_folder())
+    return default_model_folder() if name == "default" else Path(name)
+
 
 def tiny_model(folder: Path, tokenizer: Path) -> Path:
     """Return a fast model with random weights, and the tokenizer of another one.

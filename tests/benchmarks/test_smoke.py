@@ -18,12 +18,13 @@ NUM_CASES = {
     "deterministic_inference.py --rows 1 3 --history 4 --prompts 20 --rounds 2 --threads 1": 3,
     "group_step.py --rows 1 8 --vocab-sizes 128 --turns 1 --without-sglang": 5,
     "history_step.py --rows 2 --lengths 9 40 --turns 1 --without-sglang": 4,
+    "noisy_plugins.py --engine logitship --kind sleeps hangs --seconds 1 --settle 0 --streams 2": 2,
     "parallel_samples.py --prompts 3 40 --tokens 1 2 --n 3 --rounds 1": 4,
     "sampler_step.py --vocab 70 --rows 1 --shapes peaked --turns 1 --seconds 0.001 --threads 1": 6,
     "sandbox_step.py --rounds 1 --calls 2 --threads 1 --gap 0.001 --history 60 --shapes 2x70 --processors 1": 8,
 }
 """Number of cases that each command line measures."""
-WITH_A_MODEL = ("deterministic_inference.py", "parallel_samples.py")
+WITH_A_MODEL = ("deterministic_inference.py", "noisy_plugins.py", "parallel_samples.py")
 
 
 def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
