@@ -125,7 +125,11 @@ class Server(Client):
                 return
             except ConnectionError:
                 time.sleep(0.1)
-        raise RuntimeError(f"the server did not start:\n{Path(self._log.name).read_text(errors='replace')}")
+        raise RuntimeError(f"the server did not start:\n{self.log()}")
+
+    def log(self) -> str:
+        """Return its output so far."""
+        return Path(self._log.name).read_text(errors="replace")
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
