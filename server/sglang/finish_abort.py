@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from http import HTTPStatus
 from typing import Any
 
 from logitship.client.errors import ProcessorFault
 
 FAULT_TYPE = "ProcessorFault"
-STATUS = 400
+STATUS = HTTPStatus.BAD_REQUEST
+"""Status of the request. SGLang's OpenAI routes end a stream with an error only if it is an `HTTPStatus`."""
 
 
 def abort_message(fault: ProcessorFault) -> str:

@@ -20,6 +20,7 @@ from logitship_sglang import logger
 
 from .generate_fields import (
     BEAM_SEARCH,
+    add_sent,
     mark_admitted,
     processors_of,
     read_processors,
@@ -61,7 +62,7 @@ class FrontEnd:
             self._threads.submit(self._prepared)
 
     async def admit(self, generate: Any, http_request: Any) -> None:
-        """Check the processors of a request.
+        """Check the processors of a request. Adds those that SGLang has dropped.
 
         Args:
             generate: SGLang's `GenerateReqInput`.
@@ -70,6 +71,7 @@ class FrontEnd:
         Raises:
             ValueError: a processor cannot run; the message is for the client.
         """
+        add_sent(generate, getattr(http_request, "scope", {}))
         pairs = processors_of(generate)
         if not pairs:
             return

@@ -6,7 +6,7 @@ text of a list of `{"processor": …, "params": …}`, the processors of a reque
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,6 +30,49 @@ from logitship.server.runtime.request_fields import (
 )
 
 BEAM_SEARCH = f"{PROCESSOR}: SGLang does not call processors in a beam search; leave out beam_width or the processor"
+
+SENT = "logitship.processor"
+"""Key of an HTTP request's scope: the processor and the `custom_params` of its JSON body."""
+ROUTES_WITHOUT_FIELD = ("/v1/responses", "/v1/messages")
+"""Routes that generate, whose schemas in SGLang have no processor. The plugin adds it."""
+
+
+def read_body(body: Any, scope: MutableMapping[str, Any]) -> None:
+    """Write processors that a JSON body has as objects as JSON text, in place, and keep them for `add_sent`.
+
+    Args:
+        body: the body, before SGLang checks it.
+        scope: of its HTTP request.
+    """
+    if not isinstance(body, dict) or not body.get(PROCESSOR):
+        return
+    sent = body[PROCESSOR]
+    several = isinstance(sent, list) and not all(isinstance(each, dict) and "processor" in each for each in sent)
+    body[PROCESSOR] = [_as_text(each) for each in sent] if several else _as_text(sent)
+    scope[SENT] = body[PROCESSOR], body.get(PARAMS)
+
+
+def _as_text(processor: Any) -> Any:
+    return orjson.dumps(processor).decode() if isinstance(processor, dict | list) else processor
+
+
+def add_sent(generate: Any, scope: Mapping[str, Any]) -> None:
+    """Add the processor of an HTTP request to it, if SGLang's schema of the route has dropped it.
+
+    Args:
+        generate: SGLang's `GenerateReqInput` or `EmbeddingReqInput`, not normalized.
+        scope: of its HTTP request.
+
+    Raises:
+        ValueError: the route runs no processors.
+    """
+    if SENT not in scope or getattr(generate, PROCESSOR, None):
+        return
+    if not scope["path"].endswith(ROUTES_WITHOUT_FIELD):
+        raise ValueError(f"{PROCESSOR}: SGLang calls no processors on the route {scope['path']}; leave it out")
+    string, params = scope[SENT]
+    setattr(generate, PROCESSOR, string)
+    generate.sampling_params = {**(generate.sampling_params or {}), PARAMS: params}
 
 
 def processors_of(generate: Any) -> list[tuple[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -13,9 +14,10 @@ from logitship.server.runtime.seat import start_engine_worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship_sglang import GENERATE, logger
 
+from .finish_abort import FAULT_TYPE
 from .forward_step import ForwardStep
 from .front_end import FrontEnd
-from .generate_fields import only_forbids
+from .generate_fields import only_forbids, read_body
 from .hook_target import HookTarget, apply_hooks
 from .receipt_info import RECEIPTS, receipts_of, send_receipts
 from .sampling_ranks import sampling_ranks
@@ -28,6 +30,7 @@ from .verify_input import MaskThenEdit, read_trees
 Function = Callable[..., Any]
 
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
+HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _FRONT_END = "_logitship_front_end"
 _steps: SglangSeat | None = None
 """Processors of this process, if it is a scheduler."""
@@ -45,10 +48,24 @@ def make_front_end(init: Function, manager: Any, server_args: Any, *args: Any, *
     init(manager, server_args, *args, **kwargs)
     if not arguments.enable_custom_logit_processor:
         return
+    if HTTP_SERVER in sys.modules:
+        apply_hooks(ROUTES)
     model = served_model(manager.model_config, arguments)
     front_end = FrontEnd(SglangSettings.from_environment(), model, skips_processors=skips_processors(arguments))
     setattr(manager, _FRONT_END, front_end)
     front_end.prepare()
+
+
+async def keep_processor(json: Function, request: Any) -> Any:
+    """Let the routes take processors as objects, and keep those that their schemas drop."""
+    body = await json(request)
+    read_body(body, request.scope)
+    return body
+
+
+def keep_fault(scrub_error_message: Function, message: str, status_code: int) -> Any:
+    """Leave the traceback of a processor in an error of the Anthropic route."""
+    return message if message.startswith(FAULT_TYPE) else scrub_error_message(message, status_code)
 
 
 async def admit(generate_request: Function, manager: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
@@ -215,6 +232,11 @@ TARGETS = (
         keep_receipts,
     ),
 )
+ROUTES = (
+    HookTarget(f"{HTTP_SERVER}.ORJSONRequest.json", [], keep_processor),
+    HookTarget("sglang.srt.entrypoints.anthropic.serving._scrub_error_message", ["message", "status_code"], keep_fault),
+)
+"""Wrapped only where SGLang serves HTTP."""
 VERIFY = HookTarget(
     "sglang.srt.speculative.eagle_utils.eagle_sample",
     [

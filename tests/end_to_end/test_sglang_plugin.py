@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,6 +56,8 @@ THINKING = {
     "Glm4MoeThinkingBudgetLogitProcessor": (151350, 151351, 198),
     "InklingThinkingBudgetLogitProcessor": (200008, 200010, 198),
 }
+
+ANY_OBJECT = {"name": "anything", "schema": {"type": "object"}}
 
 
 class NeedsNoParams(CustomLogitProcessor):
@@ -448,6 +451,85 @@ def test_openai_routes(server: SglangServer, client: Client, method: str) -> Non
     with pytest.raises(GenerationError, match="as requested") as caught:
         getattr(client, method)(prompt, processor=faulty("raises"), max_tokens=9)
     assert caught.value.type == "ProcessorFault"
+
+
+@pytest.fixture
+def openai_client(server: SglangServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
+        yield client
+
+
+def send(client: openai.OpenAI, route: str, *, stream: bool, **extra: Any) -> Any:
+    """Send a prompt for six tokens to a route of the openai SDK, with additional fields."""
+    options: dict[str, Any] = {"stream": stream, "extra_body": extra}
+    if route == "completions":
+        return client.completions.create(model="m", prompt=PROMPT, max_tokens=6, **options)
+    if route == "chat":
+        messages = [{"role": "user", "content": PROMPT}]
+        return client.chat.completions.create(model="m", messages=messages, max_tokens=6, **options)
+    return client.responses.create(model=client.models.list().data[0].id, input=PROMPT, max_output_tokens=6, **options)
+
+
+@with_overlap
+@pytest.mark.parametrize("extra", [{}, {"response_format": {"type": "json_schema", "json_schema": ANY_OBJECT}}])
+@pytest.mark.parametrize("route", ["completions", "chat", "responses"])
+def test_openai_sdk_raises_for_a_fault(openai_client: openai.OpenAI, route: str, extra: dict[str, Any]) -> None:
+    """The error has the author's traceback, in whole answers and in streams."""
+    extra = {"custom_logit_processor": json.loads(faulty("raises")), **extra}
+    with pytest.raises(openai.BadRequestError, match=r"ProcessorFault: processor Faulty(.|\n)*line 1\d, in __call__"):
+        send(openai_client, route, stream=False, **extra)
+    if route == "responses":
+        *_, last = send(openai_client, route, stream=True, **extra)
+        assert last.type == "response.failed"
+        assert last.response.error.message.startswith("ProcessorFault: processor Faulty raised ValueError")
+        return
+    with pytest.raises(openai.APIError, match=r"ProcessorFault: processor Faulty(.|\n)*line 1\d, in __call__"):
+        list(send(openai_client, route, stream=True, **extra))
+
+
+@with_overlap
+def test_routes_that_drop_processors_run_them(server: SglangServer, openai_client: openai.OpenAI) -> None:
+    sent = {"custom_logit_processor": json.loads(STRINGS["ForceToken"]), "custom_params": {"token_id": 70}}
+    text = send(openai_client, "responses", stream=False, **sent).output_text
+    assert text
+    assert set(text) == {text[0]}
+    events = send(openai_client, "responses", stream=True, **sent)
+    assert "".join(each.delta for each in events if each.type == "response.output_text.delta") == text
+    body = {"model": "m", "max_tokens": 6, "messages": [{"role": "user", "content": PROMPT}]}
+    message = httpx.post(f"{server.url}/v1/messages", json=body | sent, timeout=300).json()
+    assert message["content"] == [{"type": "text", "text": text[0] * 6}]
+    body["custom_logit_processor"] = faulty("raises")
+    refused = httpx.post(f"{server.url}/v1/messages", json=body, timeout=300)
+    assert refused.status_code == 400
+    assert "Traceback" in refused.json()["error"]["message"]
+    streamed = httpx.post(f"{server.url}/v1/messages", json=body | {"stream": True}, timeout=300)
+    assert "event: error" in streamed.text
+    assert "Traceback" in streamed.text
+
+
+@with_overlap
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/score", "/encode"])
+def test_routes_that_run_no_processors_refuse_them(server: SglangServer, path: str) -> None:
+    body = {"model": "m", "input": "a", "text": "a", "query": "a", "items": ["b"], "label_token_ids": [5]}
+    refused = httpx.post(f"{server.url}{path}", json=body | {"custom_logit_processor": "{}"}, timeout=60)
+    assert refused.status_code == 400
+    assert f"calls no processors on the route {path}" in refused.text
+
+
+@with_overlap
+def test_objects_are_as_good_as_their_text(server: SglangServer) -> None:
+    forced = json.loads(STRINGS["ForceToken"])
+    prompts, params = [PROMPT, PROMPT], {"max_new_tokens": 2, "custom_params": {"token_id": 70}}
+    for text, processor in (
+        (PROMPT, forced),
+        (PROMPT, [{"processor": forced}]),
+        (prompts, [forced, STRINGS["ForceToken"]]),
+    ):
+        body = {"text": text, "sampling_params": params, "custom_logit_processor": processor}
+        answer = httpx.post(f"{server.url}/generate", json=body, timeout=300).json()
+        assert [each["output_ids"] for each in (answer if isinstance(answer, list) else [answer])] == [[70, 70]] * (
+            len(prompts) if text is prompts else 1
+        )
 
 
 @with_overlap

@@ -14,10 +14,13 @@ from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.server.runtime.request_fields import MAX_PROCESSORS
 from logitship.server.sglang.generate_fields import (
     ADMITTED,
+    SENT,
+    add_sent,
     admitted_string,
     mark_admitted,
     only_forbids,
     processors_of,
+    read_body,
     read_processors,
     sampling_params_of,
     uses_beam_search,
@@ -54,6 +57,50 @@ def generate(string: Any, sampling_params: Any = None, **prompt: Any) -> Any:
 )
 def test_processors_of_a_request(string: Any, sampling_params: Any, expected: list[tuple[str, Any]]) -> None:
     assert processors_of(generate(string, sampling_params)) == expected
+
+
+BUILTIN = {"name": "disallowed_tokens"}
+SEVERAL = [{"processor": BUILTIN}, {"processor": FORBIDS, "params": {}}]
+
+
+@pytest.mark.parametrize(
+    ("sent", "expected"),
+    [
+        (FORBIDS, FORBIDS),
+        (BUILTIN, '{"name":"disallowed_tokens"}'),
+        (SEVERAL, json.dumps(SEVERAL, separators=(",", ":"))),
+        ([FORBIDS, None, BUILTIN], [FORBIDS, None, '{"name":"disallowed_tokens"}']),
+        ([SEVERAL, None], [json.dumps(SEVERAL, separators=(",", ":")), None]),
+        (5, 5),
+    ],
+)
+def test_objects_in_a_body_become_text(sent: Any, expected: Any) -> None:
+    body = {"custom_logit_processor": sent, "custom_params": {"a": 1}}
+    for _ in range(2):  # SGLang reads a body several times
+        read_body(body, scope := {})
+        assert body["custom_logit_processor"] == expected
+        assert scope == {SENT: (expected, {"a": 1})}
+
+
+@pytest.mark.parametrize("body", [None, [], "x", {}, {"custom_logit_processor": None}, {"custom_logit_processor": ""}])
+def test_body_without_a_processor_is_left(body: Any) -> None:
+    read_body(body, scope := {})
+    assert not scope
+
+
+def test_dropped_processor_is_added_or_refused() -> None:
+    scope = {"path": "/v1/messages", SENT: (FORBIDS, {"token_ids": [1]})}
+    added = generate(None, {"temperature": 0})
+    add_sent(added, scope)
+    assert added.custom_logit_processor == FORBIDS
+    assert added.sampling_params == {"temperature": 0, "custom_params": {"token_ids": [1]}}
+    kept = generate("other")
+    add_sent(kept, scope)
+    assert (kept.custom_logit_processor, kept.sampling_params) == ("other", None)
+    with pytest.raises(ValueError, match="no processors on the route /v1/score"):
+        add_sent(generate(None), scope | {"path": "/v1/score"})
+    with pytest.raises(ValueError, match="no processors on the route /encode"):
+        add_sent(SimpleNamespace(text="an embedding"), scope | {"path": "/encode"})
 
 
 @pytest.mark.parametrize("strings", [[None, {"name": "disallowed_tokens"}], ["x", []]])
