@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
 from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
+from logitship.server.api_keys import Caller
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
@@ -26,7 +27,7 @@ from logitship.server.requests.request_validation import (
 from logitship.server.schemas.request_schema import SamplingFields
 from logitship.server.schemas.structured_outputs import Constraint
 
-from .auth import Caller, check_key_may_ship
+from .auth import check_key_may_ship
 from .receiving import RequestWork
 
 ANY_MODEL = "default"

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
+from logitship.server.api_keys import ApiKeys
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.openai.openai_routes import openai_router
@@ -44,7 +45,7 @@ from logitship.server.schemas.tokenize_schemas import (
 )
 
 from .artifact_routes import artifact_router
-from .auth import OPEN_PATHS, ApiKeyMiddleware, ApiKeys
+from .auth import OPEN_PATHS, ApiKeyMiddleware
 from .cross_origin import AllowedHosts, CrossOriginProtectionMiddleware
 from .docs_routes import docs_router
 from .documentation import complete

@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
 
+from logitship.server.api_keys import Caller
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import (
     ParsedProcessors,
@@ -20,7 +21,6 @@ from logitship.server.http.admission import (
     read_prompt,
     sampling_params,
 )
-from logitship.server.http.auth import Caller
 from logitship.server.http.receiving import ReceivedBody
 from logitship.server.http.running_requests import Submission
 from logitship.server.refusals import BadRequest

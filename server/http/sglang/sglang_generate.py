@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.api_keys import Caller
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import (
     check_batch,
@@ -21,7 +22,6 @@ from logitship.server.http.admission import (
     sampling_params,
     value_for_prompt,
 )
-from logitship.server.http.auth import Caller
 from logitship.server.http.receiving import ReceivedBody
 from logitship.server.http.running_requests import Submission
 from logitship.server.refusals import BadRequest

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from logitship.server.http.auth import ApiKeys, Caller
+from logitship.server.api_keys import ApiKeys, Caller
 from logitship.server.refusals import SHIPPING_IS_OFF, Forbidden
 from tests.helpers.answers import error_of
 

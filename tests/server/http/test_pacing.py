@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from logitship.server.http.auth import Caller
+from logitship.server.api_keys import Caller
 from logitship.server.http.pacing import (
     _MAX_TURN_PAUSE,
     _REFUSAL_PAUSE,
