@@ -35,7 +35,7 @@ class ApiKeys:
     def __init__(self, generating: Sequence[str], shipping: Sequence[str]) -> None:
         all_may_ship = not shipping
         may_ship = dict.fromkeys(generating, all_may_ship) | dict.fromkeys(shipping, True)
-        self._callers = [(_digest(_encoded(key)), Caller(_tenant(key), ships)) for key, ships in may_ship.items()]
+        self._callers = [(_digest(_encoded(key)), Caller(tenant_of(key), ships)) for key, ships in may_ship.items()]
 
     def caller(self, authorization: str) -> Caller | None:
         """Authenticate an `Authorization` header. None: a key is required, and it is missing or wrong."""
@@ -53,13 +53,14 @@ class ApiKeys:
         return found if scheme.lower() == "bearer" else None
 
 
+def tenant_of(name: str) -> str:
+    """Return the tenant that an API key, or another name of a client, stands for."""
+    return sha256(b"logitship tenant\0" + _encoded(name)).hexdigest()[:_TENANT_LENGTH]
+
+
 def _encoded(key: str) -> bytes:
     return key.encode(errors="surrogateescape")  # command line arguments that are not UTF-8
 
 
 def _digest(key: bytes) -> bytes:
     return sha256(key).digest()
-
-
-def _tenant(key: str) -> str:
-    return sha256(b"logitship tenant\0" + _encoded(key)).hexdigest()[:_TENANT_LENGTH]

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from logitship.builtin_processors.sglang_names import INSTALLED_BY_REFERENCE
 from logitship.client.http.sglang_handshake import PROBE, SglangPlugin
 from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor
 from logitship.sampler.processors.request_view import ModelView
+from logitship.server.api_keys import ApiKeys, Caller, tenant_of
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission
 from logitship_sglang import logger
@@ -29,8 +30,8 @@ from .generate_fields import (
 )
 from .sglang_settings import SglangSettings
 
-NUM_LOADS = 4
-"""Most requests whose processors are loaded at once."""
+NUM_PARSED = 4
+"""Most requests that are parsed at once."""
 SHIPPING_KEY_HEADER = "x-logitship-shipping-key"
 """Header of a shipping key, for servers whose `Authorization` is SGLang's own API key."""
 _SPECULATION = (
@@ -45,14 +46,18 @@ class FrontEnd:
     Args:
         settings: the plugin's.
         model: the model.
+        api_key: SGLang's own key; None: it requires none.
         skips_processors: SGLang decodes speculatively in a way that processors cannot follow.
     """
 
-    def __init__(self, settings: SglangSettings, model: ModelView, *, skips_processors: bool) -> None:
+    def __init__(
+        self, settings: SglangSettings, model: ModelView, api_key: str | None = None, *, skips_processors: bool
+    ) -> None:
         self._settings = settings
         self._model = model
+        self._keys = ApiKeys([api_key] if api_key else [], settings.shipping_api_key)
         self._skips_processors = skips_processors
-        self._threads = ThreadPoolExecutor(NUM_LOADS, "logitship-load")
+        self._threads = ThreadPoolExecutor(NUM_PARSED, "logitship-parse")
         self._lock = threading.Lock()
         self._processors: PluginProcessors | None = None
 
@@ -81,40 +86,40 @@ class FrontEnd:
             raise ValueError(_SPECULATION)
         if uses_beam_search(generate):
             raise ValueError(BEAM_SEARCH)
-        # In a thread: a request may have thousands of prompts, each with parameters of its own.
+        caller = self._caller(http_request)
         try:
-            checked = asyncio.get_running_loop().run_in_executor(self._threads, self._check, pairs, http_request)
+            # In a thread: a request may have thousands of prompts, each with parameters of its own.
+            parsed = await asyncio.get_running_loop().run_in_executor(self._threads, self._parse, pairs, caller)
+            processors = await asyncio.get_running_loop().run_in_executor(self._threads, self._prepared)
+            for requested in parsed:
+                await processors.check(requested, caller.tenant)
         except RuntimeError:
             raise ValueError(
                 "custom_logit_processor: the server cannot start a thread to check it now: try again later"
             ) from None
-        await checked
-        mark_admitted(generate)
+        mark_admitted(generate, caller.tenant)
 
-    def _check(self, pairs: Sequence[tuple[str, Any]], http_request: Any) -> None:
-        """Parse the processors, and load them."""
+    def _parse(self, pairs: Sequence[tuple[str, Any]], caller: Caller) -> list[tuple[ProcessorRequest, ...]]:
         strings = dict.fromkeys(string for string, _ in pairs)
         parsed = {string: read_processors(string, self._settings.max_processor_size) for string in strings}
-        self._check_key([each for some in parsed.values() for each in some], http_request)
-        requested = [with_params(parsed[string], params) for string, params in pairs]
-        processors = self._prepared()
-        for each in requested:
-            processors.release(processors.load(each, "admission"))
-
-    def _check_key(self, requested: Sequence[ProcessorRequest], http_request: Any) -> None:
-        keys = self._settings.shipping_api_key
-        if not keys or http_request is None or not any(map(_ships_code, requested)):
-            return
-        headers = http_request.headers
-        scheme, _, bearer = headers.get("authorization", "").partition(" ")
-        given = [headers.get(SHIPPING_KEY_HEADER, ""), bearer.strip() if scheme.lower() == "bearer" else ""]
-        # All are compared, so that the time does not reveal which key is nearly right.
-        matches = [hmac.compare_digest(key.encode(), each.encode()) for key in keys for each in given]
-        if not any(matches):
+        if not caller.may_ship and any(_ships_code(each) for some in parsed.values() for each in some):
             raise ValueError(
                 "custom_logit_processor: this key may generate, but not ship processors: send a key of "
                 f"{self._settings.prefix}SHIPPING_API_KEY as '{SHIPPING_KEY_HEADER}', or name a built-in processor"
             )
+        return [with_params(parsed[string], params) for string, params in pairs]
+
+    def _caller(self, http_request: Any) -> Caller:
+        """Return the client that sent a request. SGLang has checked its own key already."""
+        if http_request is None:
+            return Caller("", may_ship=True)
+        headers = http_request.headers
+        shipping = f"Bearer {headers.get(SHIPPING_KEY_HEADER, '')}"
+        caller = self._keys.caller(shipping) or self._keys.caller(headers.get("authorization", ""))
+        caller = caller or Caller("", may_ship=False)
+        header = self._settings.tenant_header
+        name = headers.get(header, "") if header else ""
+        return replace(caller, tenant=tenant_of(name)) if name else caller
 
     def _prepared(self) -> PluginProcessors:
         with self._lock:

@@ -163,39 +163,41 @@ def with_params(processors: Sequence[ProcessorRequest], params: Any) -> tuple[Pr
 
 
 ADMITTED = "logitship:"
-"""Start of a processor string that the front end has admitted.
+"""Start of a processor string that the front end has admitted. Its tenant follows, and another colon.
 
 It makes the string one that no process of SGLang can unpickle, whether the plugin is there or not: it is not JSON.
 """
 
 
-def mark_admitted(generate: Any) -> None:
+def mark_admitted(generate: Any, tenant: str) -> None:
     """Mark the processor strings of a request, once it is admitted, for SGLang's scheduler.
 
     Args:
         generate: SGLang's `GenerateReqInput`, normalized or not.
+        tenant: who sent it.
     """
     strings = getattr(generate, PROCESSOR)
     several = isinstance(strings, list)
-    marked = [f"{ADMITTED}{string}" if string else string for string in (strings if several else [strings])]
+    marked = [f"{ADMITTED}{tenant}:{string}" if string else string for string in (strings if several else [strings])]
     setattr(generate, PROCESSOR, marked if several else marked[0])
 
 
-def admitted_string(string: str) -> str:
-    """Return a processor string without its mark.
+def read_mark(marked: str) -> tuple[str, str]:
+    """Return the tenant of an admitted processor string, and the string without its mark.
 
     Raises:
         ValueError: it has none.
     """
-    if not string.startswith(ADMITTED):
+    if not marked.startswith(ADMITTED):
         raise ValueError(f"{PROCESSOR}: the request has not been checked by logitship in SGLang's front end")
-    return string[len(ADMITTED) :]
+    tenant, _, string = marked[len(ADMITTED) :].partition(":")
+    return tenant, string
 
 
 def only_forbids(string: str) -> bool:
     """Return whether an admitted string is that of SGLang's or logitship's built-in that only forbids tokens."""
     try:
-        parsed = parse(admitted_string(string))
+        parsed = parse(read_mark(string)[1])
     except (ValueError, ProcessorLoadError):
         return False
     if isinstance(parsed, PickledProcessor):

@@ -51,7 +51,8 @@ def make_front_end(init: Function, manager: Any, server_args: Any, *args: Any, *
     if HTTP_SERVER in sys.modules:
         apply_hooks(ROUTES)
     model = served_model(manager.model_config, arguments)
-    front_end = FrontEnd(SglangSettings.from_environment(), model, skips_processors=skips_processors(arguments))
+    settings, skips = SglangSettings.from_environment(), skips_processors(arguments)
+    front_end = FrontEnd(settings, model, arguments.api_key, skips_processors=skips)
     setattr(manager, _FRONT_END, front_end)
     front_end.prepare()
 

@@ -33,7 +33,7 @@ from logitship_sglang import logger
 
 from .finish_abort import abort, abort_message
 from .forward_step import ForwardStep
-from .generate_fields import BEAM_SEARCH, admitted_string, read_processors, sampling_params_of, with_params
+from .generate_fields import ADMITTED, BEAM_SEARCH, read_mark, read_processors, sampling_params_of, with_params
 from .sampling_ranks import EndedRows, SamplingRanks
 
 _NO_DRAFTS = "its processors cannot run in this step, in which SGLang verifies drafts"
@@ -270,8 +270,8 @@ class SglangSeat:
             custom_params = {key: value for key, value in custom_params.items() if key != "__req__"}
         if getattr(req, "beam_group", None) is not None:
             raise ValueError(BEAM_SEARCH)
-        string, max_size = admitted_string(req.custom_logit_processor), self._worker.settings.max_processor_size
-        return with_params(read_processors(string, max_size), custom_params)
+        _, string = read_mark(req.custom_logit_processor)
+        return with_params(read_processors(string, self._worker.settings.max_processor_size), custom_params)
 
     def sampling_params_of(self, request: TrackedRequest, uses: Sequence[ProcessorUse]) -> SamplingParams:
         """See `EngineSeat.sampling_params_of`."""
@@ -308,10 +308,14 @@ def scheduled(req: Any) -> TrackedRequest:
     """
     request = find_scheduled(req)
     if request is None:
-        params = req.sampling_params
-        record = ScheduledRequest(weakref.ref(req))
+        marked = req.custom_logit_processor
         request = TrackedRequest(
-            record, req.rid, list(req.origin_input_ids), _ends_of(req), max_tokens=params.max_new_tokens
+            ScheduledRequest(weakref.ref(req)),
+            req.rid,
+            list(req.origin_input_ids),
+            _ends_of(req),
+            tenant=read_mark(marked)[0] if marked.startswith(ADMITTED) else "",
+            max_tokens=req.sampling_params.max_new_tokens,
         )
         setattr(req, _ATTRIBUTE, request)
     return request

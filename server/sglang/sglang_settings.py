@@ -20,8 +20,15 @@ class SglangSettings(PluginSettings):
     """Settings of the plugin. Each is read from the variable `LOGITSHIP_SGLANG_` and its name in capitals."""
 
     prefix = "LOGITSHIP_SGLANG_"
-    readers = {"shipping_api_key": _keys, **SHARED_READERS}  # noqa: RUF012  # declared in the base
+    readers = {"shipping_api_key": _keys, "tenant_header": str, **SHARED_READERS}  # noqa: RUF012  # declared in the base
     secrets = frozenset({"shipping_api_key"})
 
     shipping_api_key: Sequence[str] = field(default=(), repr=False)
     """Keys that may ship code. Empty: every client that may generate may also ship code."""
+    tenant_header: str | None = None
+    """Header in which a trusted gateway names the tenant of a request. None: each key is a tenant."""
+
+    @property
+    def num_tenants(self) -> int:
+        """Number of tenants that may load processors."""
+        return max(1, len({*self.shipping_api_key}))

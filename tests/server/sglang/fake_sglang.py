@@ -103,7 +103,7 @@ class Sglang(BatchedEngine):
         self.seat = SglangSeat(worker)
 
     def request(self, job: Job) -> FakeReq:
-        string = None if job.first is None else ADMITTED + job.string
+        string = None if job.first is None else f"{ADMITTED}:{job.string}"
         return FakeReq(job, sampling_params(job), custom_logit_processor=string)
 
     def is_failed(self, request: FakeRequest) -> bool:

@@ -11,8 +11,9 @@ import pytest
 
 from logitship.client.http.sglang_handshake import PROBE, PROBE_BODY, SglangPlugin
 from logitship.sampler.processors.request_view import ModelView
+from logitship.server.api_keys import tenant_of
 from logitship.server.sglang.front_end import FrontEnd
-from logitship.server.sglang.generate_fields import ADMITTED, read_processors
+from logitship.server.sglang.generate_fields import ADMITTED, read_mark, read_processors
 from logitship.server.sglang.sglang_settings import SglangSettings
 from tests.helpers.processors import CHECKS_HISTORY
 
@@ -58,7 +59,7 @@ def test_admitted_strings_are_marked(front_end: FrontEnd) -> None:
     """A process of SGLang without the plugin could not unpickle them."""
     request = generate(FORBIDS, token_ids=[1])
     asyncio.run(front_end.admit(request, None))
-    assert request.custom_logit_processor == ADMITTED + FORBIDS
+    assert request.custom_logit_processor == f"{ADMITTED}:{FORBIDS}"
     refused = generate(FORBIDS)
     with pytest.raises(ValueError, match="parameters of disallowed_tokens"):
         asyncio.run(front_end.admit(refused, None))
@@ -140,6 +141,35 @@ def test_code_needs_a_shipping_key(model: ModelView, string: str, request_: Any,
     else:
         with pytest.raises(ValueError, match="not ship processors"):
             asyncio.run(admission)
+
+
+def test_each_key_is_a_tenant(model: ModelView) -> None:
+    """A client cannot name a tenant, unless the operator trusts a gateway's header."""
+
+    def tenant(settings: SglangSettings, api_key: str | None = None, **headers: str) -> str:
+        request = generate(FORBIDS, token_ids=[1])
+        front_end = FrontEnd(settings, model, api_key, skips_processors=False)
+        asyncio.run(front_end.admit(request, http_request(**headers)))
+        found, string = read_mark(request.custom_logit_processor)
+        assert string == FORBIDS
+        return found
+
+    keys = SglangSettings(processor_isolation="none", shipping_api_key=("a", "b"))
+    assert tenant(keys, authorization="Bearer a") == tenant_of("a")
+    assert tenant(keys, authorization="Bearer b") == tenant_of("b")
+    assert tenant(keys, "c", authorization="Bearer c") == tenant_of("c")
+    assert tenant(keys, "c", authorization="Bearer c", x_logitship_shipping_key="b") == tenant_of("b")
+    assert tenant(keys, x_tenant="d") == tenant(SglangSettings(processor_isolation="none"), x_tenant="d") == ""
+    gateway = SglangSettings(processor_isolation="none", tenant_header="x-tenant")
+    assert tenant(gateway, x_tenant="d") == tenant_of("d")
+    assert tenant(gateway) == ""
+    assert (keys.num_tenants, gateway.num_tenants) == (2, 1)
+
+
+@pytest.mark.parametrize("tenant", ["", "a1"])
+def test_mark_of_a_client_is_refused(front_end: FrontEnd, tenant: str) -> None:
+    with pytest.raises(ValueError, match="is not JSON"):
+        asyncio.run(front_end.admit(generate(f"{ADMITTED}{tenant}:{FORBIDS}", token_ids=[1]), None))
 
 
 def test_probe_is_answered(front_end: FrontEnd) -> None:

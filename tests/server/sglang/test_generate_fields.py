@@ -16,11 +16,11 @@ from logitship.server.sglang.generate_fields import (
     ADMITTED,
     SENT,
     add_sent,
-    admitted_string,
     mark_admitted,
     only_forbids,
     processors_of,
     read_body,
+    read_mark,
     read_processors,
     sampling_params_of,
     uses_beam_search,
@@ -31,6 +31,7 @@ from tests.server.runtime.fake_engine import Job
 from .fake_sglang import sampling_params
 
 FORBIDS = json.dumps({"name": "disallowed_tokens"})
+MARK = f"{ADMITTED}:"
 
 
 def generate(string: Any, sampling_params: Any = None, **prompt: Any) -> Any:
@@ -160,7 +161,7 @@ def test_beam_search_is_found(sampling_params: Any, expected: bool) -> None:
 @pytest.mark.parametrize("strings", ["x", ["x", None, "", "y"]])
 def test_admitted_strings_are_no_json(strings: Any) -> None:
     request = generate(strings)
-    mark_admitted(request)
+    mark_admitted(request, "a1")
     marked = request.custom_logit_processor
     for before, after in zip(strings, marked, strict=True) if isinstance(strings, list) else [(strings, marked)]:
         if not before:
@@ -168,9 +169,9 @@ def test_admitted_strings_are_no_json(strings: Any) -> None:
             continue
         with pytest.raises(json.JSONDecodeError):
             json.loads(after)
-        assert admitted_string(after) == before
+        assert read_mark(after) == ("a1", before)
     with pytest.raises(ValueError, match="has not been checked"):
-        admitted_string("x")
+        read_mark("x")
 
 
 def test_one_processor_has_the_params_of_the_request_and_several_their_own() -> None:
@@ -214,11 +215,11 @@ class Other(CustomLogitProcessor):
 @pytest.mark.parametrize(
     ("string", "expected"),
     [
-        (ADMITTED + FORBIDS, True),
-        (ADMITTED + DisallowedTokensLogitsProcessor.to_str(), True),
-        (ADMITTED + Other.to_str(), False),
-        (ADMITTED + json.dumps({"name": "min_tokens"}), False),
-        (ADMITTED + "nonsense", False),
+        (MARK + FORBIDS, True),
+        (MARK + DisallowedTokensLogitsProcessor.to_str(), True),
+        (MARK + Other.to_str(), False),
+        (MARK + json.dumps({"name": "min_tokens"}), False),
+        (MARK + "nonsense", False),
         (FORBIDS, False),
     ],
 )

@@ -87,7 +87,7 @@ def test_fault_is_the_reason_of_an_abort() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"custom_logit_processor": ADMITTED + "nonsense"}, "is not JSON"),
+        ({"custom_logit_processor": f"{ADMITTED}:nonsense"}, "is not JSON"),
         ({"custom_logit_processor": Job("x").string}, "has not been checked"),
         ({"beam_group": object()}, "does not call processors in a beam search"),
     ],
