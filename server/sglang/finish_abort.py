@@ -33,3 +33,18 @@ def abort(request: Any, message: str, num_output_tokens: int) -> None:
 
     request.finished_len = num_output_tokens
     request.to_finish = FINISH_ABORT(message, STATUS, FAULT_TYPE)
+
+
+def reject(scheduler: Any, request: Any, message: str) -> None:
+    """Let SGLang answer a request that has not been in its waiting queue.
+
+    Args:
+        scheduler: SGLang's `Scheduler`.
+        request: SGLang's `Req`.
+        message: the reason, with its type.
+    """
+    from sglang.srt.disaggregation.utils import prepare_abort  # pyright: ignore[reportMissingImports]
+
+    prepare_abort(request, message, STATUS)
+    request.finished_reason.err_type = FAULT_TYPE
+    scheduler.retire_unadmitted_request(request)

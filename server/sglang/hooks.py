@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from functools import partial
@@ -14,15 +15,16 @@ from logitship.server.runtime.seat import start_engine_worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship_sglang import GENERATE, logger
 
-from .finish_abort import FAULT_TYPE
+from .finish_abort import FAULT_TYPE, reject
 from .forward_step import ForwardStep
 from .front_end import FrontEnd
 from .generate_fields import only_forbids, read_body
 from .hook_target import HookTarget, apply_hooks
+from .loading_requests import LoadingRequests
 from .receipt_info import RECEIPTS, receipts_of, send_receipts
 from .sampling_ranks import sampling_ranks
 from .served_model import served_model
-from .sglang_seat import SglangSeat, scheduled
+from .sglang_seat import SglangSeat, find_scheduled, scheduled
 from .sglang_settings import SglangSettings
 from .unsupported import check_configuration, resolved_arguments, skips_processors
 from .verify_input import MaskThenEdit, read_trees
@@ -31,9 +33,14 @@ Function = Callable[..., Any]
 
 _STREAMER = "sglang.srt.managers.scheduler_components.output_streamer.SchedulerOutputStreamer"
 HTTP_SERVER = "sglang.srt.entrypoints.http_server"
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+POLL_INTERVAL = 0.001
+"""Seconds between two looks at loading processors, while nothing is computed."""
 _FRONT_END = "_logitship_front_end"
 _steps: SglangSeat | None = None
 """Processors of this process, if it is a scheduler."""
+_loading: LoadingRequests | None = None
+"""Its requests whose processors are loading."""
 _begins_early = False
 """Calls may begin before the model computes."""
 _follows_drafts = False
@@ -81,7 +88,7 @@ async def admit(generate_request: Function, manager: Any, obj: Any, request: Any
 
 def make_steps(init: Function, scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
     """Start the executor of the processors next to a new `Scheduler`."""
-    global _begins_early, _follows_drafts, _steps
+    global _begins_early, _follows_drafts, _loading, _steps
     arguments = resolved_arguments(server_args)
     if arguments.enable_custom_logit_processor:
         check_configuration(arguments)
@@ -94,11 +101,53 @@ def make_steps(init: Function, scheduler: Any, server_args: Any, *args: Any, **k
         return
     settings = SglangSettings.from_environment()
     model = served_model(scheduler.model_config, arguments)
-    _steps = SglangSeat(start_engine_worker(settings, model, sampling_ranks(), scheduler.max_running_requests, logger))
+    worker = start_engine_worker(settings, model, sampling_ranks(), scheduler.max_running_requests, logger)
+    _steps = SglangSeat(worker)
+    _loading = LoadingRequests(_steps, worker.ranks)
     # With overlap scheduling, the last tokens are not known before the next step begins, except on a CPU.
     _begins_early = not scheduler.enable_overlap or arguments.device == "cpu"
     scheduling = "overlap" if scheduler.enable_overlap else "normal"
     logger.info("logitship runs custom logit processors, with %s scheduling", scheduling)
+
+
+def wait_for_processors(add: Function, scheduler: Any, req: Any, is_retracted: bool = False) -> None:
+    """Let new requests with processors wait until these are loaded. Others are not new, or about to end."""
+    is_new = req.custom_logit_processor and find_scheduled(req) is None and not req.to_finish and not req.finished()
+    if _loading is None or not is_new:
+        add(scheduler, req, is_retracted)
+    else:
+        scheduled(req)
+        _loading.add(req)
+
+
+def add_loaded(get_next_batch: Function, scheduler: Any, running_batch: Any, last_batch: Any) -> Any:
+    """Let SGLang schedule the requests whose processors have been loaded since the last step."""
+    if _loading:
+        for req, reason in _loading.take_ready():
+            if reason is None:
+                scheduler._add_request_to_queue(req)
+            else:
+                logger.warning("request %s ends: %s", req.rid, reason)
+                reject(scheduler, req, reason)
+        if scheduler.is_fully_idle(for_health_check=True):
+            time.sleep(POLL_INTERVAL)
+    return get_next_batch(scheduler, running_batch=running_batch, last_batch=last_batch)
+
+
+def is_idle(
+    is_fully_idle: Function, scheduler: Any, for_health_check: bool = False, ignore_waiting: bool = False
+) -> bool:
+    """Keep SGLang from sleeping, or from changing its caches, while requests wait for their processors."""
+    is_busy = bool(_loading) and not for_health_check
+    return not is_busy and bool(is_fully_idle(scheduler, for_health_check, ignore_waiting))
+
+
+def abort_waiting(abort_request: Function, scheduler: Any, recv_req: Any) -> None:
+    """Abort requests that wait for their processors, too."""
+    if _loading:
+        _loading.abort(scheduler.waiting_queue, partial(abort_request, scheduler, recv_req))
+    else:
+        abort_request(scheduler, recv_req)
 
 
 def forward(generate: Function, worker: Any, batch: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +244,11 @@ TARGETS = (
         make_front_end,
     ),
     HookTarget(GENERATE, ["obj", "request"], admit),
-    HookTarget("sglang.srt.managers.scheduler.Scheduler.__init__", ["server_args", "port_args"], make_steps),
+    HookTarget(f"{_SCHEDULER}.__init__", ["server_args", "port_args"], make_steps),
+    HookTarget(f"{_SCHEDULER}._add_request_to_queue", ["req", "is_retracted"], wait_for_processors),
+    HookTarget(f"{_SCHEDULER}.get_next_batch_to_run", ["running_batch", "last_batch"], add_loaded),
+    HookTarget(f"{_SCHEDULER}.is_fully_idle", ["for_health_check", "ignore_waiting"], is_idle),
+    HookTarget(f"{_SCHEDULER}.abort_request", ["recv_req"], abort_waiting),
     HookTarget(
         "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch",
         ["batch", "vocab_size"],

@@ -6,18 +6,20 @@ Assumptions, which are SGLang's own about its ranks:
 
 Guarantees:
 * All ranks of a process group run the plugin, of one version; else none of them starts.
-* `share` is called on all ranks or on none: whether it is depends on the batch alone. What only the first rank knows
-  (processors, their answers, faults, time) reaches the others through `share`, and decides nothing before it.
+* `share` and `from_first` are called on all ranks or on none: that depends on the batch and on the requests that wait.
+  What only the first rank knows (processors, their answers, faults, time) reaches the others through them, and decides
+  nothing before.
 """
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
 from logitship.server.runtime.ranks import GroupRanks, check_default_group
 
+T = TypeVar("T")
 EndedRows: TypeAlias = dict[int, tuple[str, int]]
 """Row → message and number of output tokens of a request that ends."""
 
@@ -33,11 +35,13 @@ class SamplingRanks(GroupRanks):
             rows: the edited rows, on the first rank.
             ended: the requests that end, on the first rank.
         """
-        if self.size == 1:
-            return ended
-        rows, ended = self._group.broadcast_object((rows, ended), src=0)
+        rows, ended = self.from_first((rows, ended))
         self.broadcast(logits, rows)
         return ended
+
+    def from_first(self, value: T) -> T:
+        """Return the first rank's value. All ranks call it."""
+        return value if self.size == 1 else self._group.broadcast_object(value, src=0)
 
 
 def sampling_ranks() -> SamplingRanks:

@@ -58,10 +58,12 @@ class ScheduledRequest:
     Attributes:
         req: SGLang's `Req`; weak, because SGLang's requests die by their reference count.
         sampled: what SGLang sampled in the step in which the processors were called last.
+        requested: its processors, once they are parsed.
     """
 
     req: weakref.ReferenceType[Any]
     sampled: SampledRow | None = None
+    requested: Sequence[ProcessorRequest] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -111,6 +113,27 @@ class SglangSeat:
     def are_used(self) -> bool:
         """True if requests with processors are in the batch, or were in the last step."""
         return bool(self._requests)
+
+    def is_loading(self, req: Any) -> bool:
+        """Begin to load the processors of a new request, and return whether `load` would have to wait.
+
+        Args:
+            req: SGLang's `Req`.
+        """
+        request, is_loading = scheduled(req), False
+        with self._runtime.or_fail([request]):
+            is_loading = self._runtime.is_loading(request)
+        return is_loading
+
+    def load(self, req: Any) -> str | None:
+        """Load the processors of a new request, before it is in a step, and return the reason if they cannot run."""
+        request = scheduled(req)
+        self._load(request)
+        return None if request.fault is None else abort_message(request.fault)
+
+    def _load(self, request: TrackedRequest) -> None:
+        self._runtime.load(request)
+        self._requests.append(request)
 
     def begin(self, rows: Rows, step: ForwardStep) -> None:
         """Begin calls before their logits exist. Optional, before `sampling`.
@@ -257,21 +280,25 @@ class SglangSeat:
         last_tokens = dict(zip(late, step.last_tokens(late), strict=True)) if late else {}
         for row, (request, req, length) in found.items():
             _take_new_tokens(request, req.output_ids, length, last_tokens.get(row, -1))
-            if request.fault is None and request.params is None:
-                self._runtime.load(request)
-                self._requests.append(request)
+            if request.fault is None and request.params is None and req.to_finish is None:
+                self._load(request)
         return {row: request for row, (request, _, _) in found.items() if request.runs}
 
     def processors_of(self, request: TrackedRequest) -> Sequence[ProcessorRequest]:
         """See `EngineSeat.processors_of`."""
         req = request.record.req()
+        record: ScheduledRequest = request.record
+        if record.requested is not None:
+            return record.requested
         custom_params = req.sampling_params.custom_params
         if isinstance(custom_params, dict):
             custom_params = {key: value for key, value in custom_params.items() if key != "__req__"}
         if getattr(req, "beam_group", None) is not None:
             raise ValueError(BEAM_SEARCH)
         _, string = read_mark(req.custom_logit_processor)
-        return with_params(read_processors(string, self._worker.settings.max_processor_size), custom_params)
+        max_size = self._worker.settings.max_processor_size
+        record.requested = with_params(read_processors(string, max_size), custom_params)
+        return record.requested
 
     def sampling_params_of(self, request: TrackedRequest, uses: Sequence[ProcessorUse]) -> SamplingParams:
         """See `EngineSeat.sampling_params_of`."""

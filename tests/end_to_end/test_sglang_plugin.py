@@ -14,6 +14,7 @@ import random
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -161,6 +162,8 @@ def server(
     environment = {
         "LOGITSHIP_TEST_AUDIT": str(tmp_path_factory.mktemp("audit") / "log"),
         "LOGITSHIP_SGLANG_MAX_PROCESSOR_SIZE": "60000",
+        "LOGITSHIP_SGLANG_SANDBOX_LOAD_TIMEOUT": "10",
+        "LOGITSHIP_SGLANG_TENANT_HEADER": "x-tenant",
         "LOGITSHIP_SGLANG_SANDBOX_FIRST_STEP_TIMEOUT": "2",
         "SGLANG_TEST_RETRACT": "1",
         "SGLANG_TEST_RETRACT_INTERVAL": "5",
@@ -530,6 +533,59 @@ def test_objects_are_as_good_as_their_text(server: SglangServer) -> None:
         assert [each["output_ids"] for each in (answer if isinstance(answer, list) else [answer])] == [[70, 70]] * (
             len(prompts) if text is prompts else 1
         )
+
+
+class CountsForAll(CustomLogitProcessor):
+    """Forces `FIRST` and the number of all calls of the class, for all requests that share it."""
+
+    calls = 0
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        for row, _ in enumerate(custom_param_list or ()):
+            logits[row] = -float("inf")
+            logits[row, FIRST + self.calls] = 0.0
+            type(self).calls += 1
+        return logits
+
+
+def test_tenants_share_no_class(server: SglangServer) -> None:
+    """A class continues its own counting for each tenant."""
+
+    def count(tenant: str) -> list[int]:
+        with Client(server.url, timeout=300, headers={"X-Tenant": tenant}) as client:
+            return generate(client, tokens=3, processor=CountsForAll)
+
+    for first in (FIRST, FIRST + 3):
+        for tenant in ("a", "b"):
+            assert count(tenant) == [first, first + 1, first + 2]
+
+
+SLOW_TO_LOAD = """
+import time
+from logitship import CustomLogitProcessor
+
+time.sleep({seconds})
+
+class Slow(CustomLogitProcessor):
+    def __call__(self, logits, custom_param_list=None):
+        return logits
+"""
+
+
+def test_requests_go_on_while_a_class_is_loaded(client: Client) -> None:
+    """It is loaded in the front end, and then in the scheduler, where its request waits outside of the batch."""
+    seconds = 4
+    slow = json.dumps({"source": SLOW_TO_LOAD.format(seconds=seconds), "class_name": "Slow"})
+    durations = []
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(generate, client, processor=slow)
+        while not waiting.done():
+            begin = time.monotonic()
+            generate(client, tokens=1)
+            durations.append(time.monotonic() - begin)
+        assert waiting.result() == generate(client)
+    assert sum(durations) > 2 * seconds
+    assert max(durations) < seconds
 
 
 @with_overlap
