@@ -254,27 +254,41 @@ def for_admission(settings: PluginSettings, model: ModelView, logger: logging.Lo
         ValueError: a tree in the settings cannot be read, or the kernel lacks a feature that the sandbox needs.
     """
     registry = _registry(settings)  # first: it may raise, and the executor starts processes
-    executor = shipped_executor(settings, model, 1, logger)
+    executor = shipped_executor(settings, model, 1, logger, True)
     return PluginProcessors(settings, model, registry, AdmissionExecutor(executor), max_entries=MAX_VERDICTS)
 
 
 def for_execution(
-    settings: PluginSettings, model: ModelView, max_rows: int, logger: logging.Logger
+    settings: PluginSettings, model: ModelView, max_rows: int, logger: logging.Logger, in_background: bool = False
 ) -> PluginProcessors:
     """Return the processors of a process that runs the model. It keeps them loaded, for up to `max_rows` rows.
+
+    Args:
+        settings: the plugin's.
+        model: the model.
+        max_rows: most rows of a step.
+        logger: gets warnings and the sandboxes' protections.
+        in_background: no step waits for a load, see `PluginProcessors.is_loading`.
 
     Raises:
         ValueError: as `for_admission`.
     """
     registry = _registry(settings)  # first: it may raise, and the executor starts processes
-    executor = shipped_executor(settings, model, max_rows, logger)
+    executor = shipped_executor(settings, model, max_rows, logger, in_background)
     return PluginProcessors(settings, model, registry, executor, max_entries=settings.max_sandboxes)
 
 
 def shipped_executor(
-    settings: PluginSettings, model: ModelView, max_rows: int, logger: logging.Logger
+    settings: PluginSettings, model: ModelView, max_rows: int, logger: logging.Logger, in_background: bool
 ) -> ProcessorExecutor:
     """Return the executor of shipped processors. Starts the zygote of the sandboxes, which takes seconds.
+
+    Args:
+        settings: the plugin's.
+        model: the model.
+        max_rows: most rows of a step.
+        logger: gets warnings and the sandboxes' protections.
+        in_background: load classes at a low priority.
 
     Raises:
         ValueError: the kernel lacks a feature that the sandbox needs, or no process or thread can be started.
@@ -284,7 +298,7 @@ def shipped_executor(
     if settings.processor_isolation == "none":
         logger.warning("%sPROCESSOR_ISOLATION=none: shipped code runs in this process", settings.prefix)
         return InProcessExecutor(SGLANG_NAMES, model)
-    zygote = new_zygote(settings, max_rows, background_cores(torch.get_num_threads()))
+    zygote = new_zygote(settings, max_rows, background_cores(torch.get_num_threads()) if in_background else None)
     try:
         zygote.start()
         return sandbox_executor(settings, zygote, model, max_rows, logger)

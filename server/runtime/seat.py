@@ -77,9 +77,23 @@ class EngineWorker(Generic[RanksT_co]):
 
 
 def start_engine_worker(
-    settings: PluginSettings, model: ModelView, ranks: RanksT, max_rows: int, logger: logging.Logger
+    settings: PluginSettings,
+    model: ModelView,
+    ranks: RanksT,
+    max_rows: int,
+    logger: logging.Logger,
+    *,
+    loads_in_background: bool = False,
 ) -> EngineWorker[RanksT]:
     """Start the executor of the processors on the first rank, for up to `max_rows` rows.
+
+    Args:
+        settings: the plugin's.
+        model: the model.
+        ranks: the processes that sample the same tokens.
+        max_rows: most rows of a step.
+        logger: the engine's logger of logitship.
+        loads_in_background: requests wait outside of the batch while `RequestRuntime.is_loading`.
 
     Raises:
         ValueError: as `for_execution`, or the audit log cannot be written.
@@ -87,7 +101,7 @@ def start_engine_worker(
     if not ranks.is_first:
         return EngineWorker(settings, model, ranks, None, logger)
     audit_log = None if settings.audit_log is None else AuditLog(settings.audit_log)
-    processors = for_execution(settings, model, max_rows, logger)
+    processors = for_execution(settings, model, max_rows, logger, loads_in_background)
     return EngineWorker(settings, model, ranks, processors, logger, audit_log)
 
 

@@ -101,7 +101,8 @@ def make_steps(init: Function, scheduler: Any, server_args: Any, *args: Any, **k
         return
     settings = SglangSettings.from_environment()
     model = served_model(scheduler.model_config, arguments)
-    worker = start_engine_worker(settings, model, sampling_ranks(), scheduler.max_running_requests, logger)
+    max_rows = scheduler.max_running_requests
+    worker = start_engine_worker(settings, model, sampling_ranks(), max_rows, logger, loads_in_background=True)
     _steps = SglangSeat(worker)
     _loading = LoadingRequests(_steps, worker.ranks)
     # With overlap scheduling, the last tokens are not known before the next step begins, except on a CPU.

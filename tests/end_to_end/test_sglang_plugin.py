@@ -162,7 +162,6 @@ def server(
     environment = {
         "LOGITSHIP_TEST_AUDIT": str(tmp_path_factory.mktemp("audit") / "log"),
         "LOGITSHIP_SGLANG_MAX_PROCESSOR_SIZE": "60000",
-        "LOGITSHIP_SGLANG_SANDBOX_LOAD_TIMEOUT": "10",
         "LOGITSHIP_SGLANG_TENANT_HEADER": "x-tenant",
         "LOGITSHIP_SGLANG_SANDBOX_FIRST_STEP_TIMEOUT": "2",
         "SGLANG_TEST_RETRACT": "1",

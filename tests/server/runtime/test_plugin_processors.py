@@ -56,7 +56,9 @@ def test_executor_that_cannot_start_leaves_no_process(
     monkeypatch.setattr(plugin_processors, "sandbox_executor", fails)
     settings = SglangSettings()
     with pytest.raises(ValueError, match="shipped processors cannot run in sandboxes: .*" + re.escape(str(error))):
-        plugin_processors.shipped_executor(settings, ModelView(10, frozenset({0}), None), 1, logging.getLogger())
+        plugin_processors.shipped_executor(
+            settings, ModelView(10, frozenset({0}), None), 1, logging.getLogger(), in_background=False
+        )
     assert closed
 
 
