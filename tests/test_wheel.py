@@ -15,6 +15,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("client", "sampler", "builtin_processors", "server")
 NOT_SHIPPED = shutil.ignore_patterns("__pycache__", "*.pyc")
+BESIDE = ("logitship_sglang.py", "logitship_vllm.py")
+"""Modules beside the package, which engines load."""
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +53,9 @@ def contents(wheel: Path) -> dict[str, bytes]:
 
 
 def package_files(tree: Path) -> dict[str, bytes]:
-    """Path in the wheel -> content, of the import root, the four folders, and the module for SGLang beside them."""
+    """Path in the wheel -> content, of the import root, the four folders, and the modules for engines beside them."""
     files = {f"logitship/{path.name}": path for path in (tree / "src" / "logitship").iterdir() if path.is_file()}
-    files["logitship_sglang.py"] = tree / "src" / "logitship_sglang.py"
+    files |= {name: tree / "src" / name for name in BESIDE}
     for folder in FOLDERS:
         for path in (tree / folder).rglob("*"):
             if path.is_file():
@@ -77,7 +79,7 @@ def test_wheel_contains_exactly_the_tree(tree: Path, wheel: Path) -> None:
 
 def test_wheel_has_no_common_top_level_name(wheel: Path) -> None:
     names = {name.split("/")[0].split("-")[0] for name in contents(wheel)}
-    assert names == {"logitship", "logitship_sglang.py"}
+    assert names == {"logitship", *BESIDE}
 
 
 def test_plain_install_requires_only_what_the_client_needs(wheel: Path) -> None:

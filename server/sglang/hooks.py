@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from logitship.server.runtime.hook_target import HookTarget
 from logitship.server.runtime.seat import start_engine_worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship_sglang import GENERATE, logger
@@ -19,7 +20,7 @@ from .finish_abort import FAULT_TYPE, reject
 from .forward_step import ForwardStep
 from .front_end import FrontEnd
 from .generate_fields import only_forbids, read_body
-from .hook_target import HookTarget, apply_hooks
+from .hook_registry import apply_hooks
 from .loading_requests import LoadingRequests
 from .receipt_info import RECEIPTS, receipts_of, send_receipts
 from .sampling_ranks import sampling_ranks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .hook_target import apply_hooks
+from .hook_registry import apply_hooks
 from .hooks import TARGETS
 from .sglang_settings import SglangSettings
 

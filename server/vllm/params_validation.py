@@ -1,8 +1,17 @@
-"""Validation of requests in vLLM's front end, where an error is a 400. In the engine core it would stop the engine."""
+"""Validation of requests in vLLM's front end, where an error is a 400. In the engine core it would stop the engine.
+
+Requests of `AsyncLLM`, which all HTTP routes use, are checked in threads before it adds them (`check`). Others are
+checked where vLLM validates their parameters (`admit`).
+"""
 
 from __future__ import annotations
 
+import asyncio
 import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +23,9 @@ from .callers import find_caller
 from .configuration import fault_token, model_view
 from .extra_args import asks_for_plugin_info, has_processors, read_processors, sampling_params
 from .settings import VllmSettings, logger
+
+NUM_LOADS = 4
+"""Most requests whose processors are loaded at once."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +42,39 @@ class _FrontEnd:
     processors: PluginProcessors
     fault_token: int
 
+    def check(self, params: Any) -> None:
+        """Check the processors of a request by loading them once.
+
+        Raises:
+            ValueError: as `admit`.
+        """
+        if asks_for_plugin_info(params):
+            raise ValueError(PluginInfo(self.fault_token).to_message())
+        requested = read_processors(params.extra_args, self.settings.max_processor_size)
+        uses = self.processors.load(requested, "admission")
+        try:
+            sampling_params(params, uses, self.model.eos_token_ids)  # it raises for values that only vLLM accepts
+        finally:
+            self.processors.release(uses)
+
+    def accept(self, params: Any) -> None:
+        """Add the stop token with which the plugin ends the request."""
+        stop_token_ids = params.stop_token_ids or []
+        if self.fault_token not in stop_token_ids:
+            params.stop_token_ids = [*stop_token_ids, self.fault_token]
+
 
 _front_ends: dict[int, _FrontEnd] = {}
 _lock = threading.Lock()
+_threads = ThreadPoolExecutor(NUM_LOADS, "logitship-load")
+_checked: Counter[int] = Counter()
+"""Identities of parameters that `check` has checked and that vLLM validates now. No client can forge one."""
+_checks_async_requests = False
+"""`AsyncLLM` calls `check`."""
 
 
 def admit(params: Any) -> None:
-    """Check the processors of a request by loading them once, and add the stop token with which the plugin ends it.
+    """Check the processors of a request unless `check` did, and add the stop token with which the plugin ends it.
 
     Args:
         params: vLLM's `SamplingParams`; gets another stop token if the request has processors.
@@ -45,29 +83,59 @@ def admit(params: Any) -> None:
         ValueError: a processor cannot run, or the request asks for the plugin's description; the message is for the
             client.
     """
-    asks = asks_for_plugin_info(params)
-    if not asks and not has_processors(params):
+    if not concerns(params) or id(params) in _checked:
         return
-    front_end = _front_end()
-    if asks:
-        raise ValueError(PluginInfo(front_end.fault_token).to_message())
-    requested = read_processors(params.extra_args, front_end.settings.max_processor_size)
-    uses = front_end.processors.load(requested, "admission")
-    try:
-        sampling_params(params, uses, front_end.model.eos_token_ids)  # it raises for values that only vLLM accepts
-    finally:
-        front_end.processors.release(uses)
-    stop_token_ids = params.stop_token_ids or []
-    if front_end.fault_token not in stop_token_ids:
-        params.stop_token_ids = [*stop_token_ids, front_end.fault_token]
-
-
-def _front_end() -> _FrontEnd:
     caller = find_caller("InputProcessor")
     if caller is None:
         raise ValueError("logitship does not support this version of vLLM: it cannot find the model's configuration")
-    config = caller.vllm_config
-    with _lock:  # the first request of each model starts the sandboxes; others wait for that
+    if not _checks_async_requests and not asks_for_plugin_info(params) and find_caller("AsyncLLM") is not None:
+        raise ValueError(
+            "this server did not load logitship's entry point `vllm.general_plugins`: install logitship in its "
+            "environment with pip, and add it to VLLM_PLUGINS if that is set"
+        )
+    front_end = _front_end(caller.vllm_config)
+    front_end.check(params)
+    front_end.accept(params)
+
+
+async def check(vllm_config: Any, params: Any) -> None:
+    """Do the same in a thread, for a request of `AsyncLLM`. If the request is cancelled, the thread goes on.
+
+    Raises:
+        ValueError: as `admit`.
+    """
+    loop = asyncio.get_running_loop()
+    front_end = await loop.run_in_executor(_threads, _front_end, vllm_config)
+    await loop.run_in_executor(_threads, front_end.check, params)
+    front_end.accept(params)
+
+
+@contextmanager
+def checked(params: Any) -> Iterator[None]:
+    """Enclose the time in which vLLM validates parameters that `check` has checked."""
+    _checked[id(params)] += 1
+    try:
+        yield
+    finally:
+        _checked[id(params)] -= 1
+        if not _checked[id(params)]:
+            del _checked[id(params)]
+
+
+def concerns(params: Any) -> bool:
+    """Return True if a request has processors, or asks for the plugin's description."""
+    return bool(getattr(params, "extra_args", None)) and (has_processors(params) or asks_for_plugin_info(params))
+
+
+def prepare(vllm_config: Any) -> None:
+    """Start the sandboxes of a front end in a thread. The first request with a processor waits for them."""
+    global _checks_async_requests
+    _checks_async_requests = True
+    _threads.submit(_front_end, vllm_config)
+
+
+def _front_end(config: Any) -> _FrontEnd:
+    with _lock:  # the first call starts the sandboxes; others wait for that
         if id(config) not in _front_ends:
             settings, model = VllmSettings.from_environment(), model_view(config)
             processors = for_admission(settings, model, logger)

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from logitship.server.runtime.hook_target import HookTarget
 from logitship.server.sglang import installation
-from logitship.server.sglang.hook_target import HookTarget
 from logitship.server.sglang.hooks import TARGETS
 from logitship_sglang import GENERATE, NOT_RUN, ProcessorText, load
 

@@ -1,20 +1,18 @@
-"""A function of SGLang that the plugin wraps."""
+"""A function of an engine that a plugin wraps, if it is the one that the plugin knows."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import wraps
 from pkgutil import resolve_name
 from typing import Any
-
-VERSION = "0.5.23"
-"""The version of SGLang that the plugin was made for."""
 
 
 @dataclass(frozen=True)
 class HookTarget:
-    """A function of SGLang, and its hook.
+    """A function of an engine, and its hook.
 
     Attributes:
         path: its module and name.
@@ -36,20 +34,27 @@ class HookTarget:
         found = [name for name in found if name not in ("self", "cls")]
         return None if found == list(self.parameters) else f"{self.path} takes {', '.join(found) or 'no arguments'}"
 
+    def wrap(self) -> None:
+        """Replace the function with its hook, in an engine that has no registry for that."""
+        owner, _, name = self.path.rpartition(".")
+        function, hook = resolve_name(self.path), self.hook
 
-def apply_hooks(targets: Sequence[HookTarget]) -> None:
-    """Wrap functions of SGLang.
+        @wraps(function)
+        def hooked(*args: Any, **kwargs: Any) -> Any:
+            return hook(function, *args, **kwargs)
+
+        setattr(resolve_name(owner), name, hooked)
+
+
+def check_targets(targets: Sequence[HookTarget], engine: str) -> None:
+    """Check that functions are those that the plugin knows.
+
+    Args:
+        targets: the functions.
+        engine: name and versions of the engine that the plugin knows.
 
     Raises:
-        ValueError: they are not those that the plugin knows, or SGLang did not wrap one, which it only logs.
+        ValueError: they differ.
     """
     if differences := [each.difference for each in targets if each.difference is not None]:
-        raise ValueError(f"logitship knows SGLang {VERSION}, and this one differs: {'; '.join(differences)}")
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
-
-    for target in targets:
-        HookRegistry.register(target.path, target.hook, HookType.AROUND)
-    HookRegistry.apply_hooks()
-    missing = [target.path for target in targets if target.path not in HookRegistry._patched]
-    if missing:
-        raise ValueError(f"SGLang did not apply the hooks of {', '.join(missing)}")
+        raise ValueError(f"logitship knows {engine}, and this one differs: {'; '.join(differences)}")

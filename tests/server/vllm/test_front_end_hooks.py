@@ -1,0 +1,185 @@
+"""The hooks of the front end, on fakes of vLLM's classes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import logitship_vllm
+from logitship.client.http.vllm_handshake import PROBE, PluginInfo
+from logitship.server.runtime.hook_target import HookTarget
+from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.vllm import front_end_hooks, params_validation
+from tests.server.vllm.conftest import MakeParams
+
+FAULT_TOKEN = 63
+PLUGIN = "logitship.server.vllm:LogitshipLogitsProcessor"
+
+
+class VLLMValidationError(Exception):
+    """Fake of vLLM's error with status 400."""
+
+
+class InputProcessor:
+    """Fake of vLLM's class of this name, which calls the plugin."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+
+    def validate(self, params: Any) -> None:
+        params_validation.admit(params)
+
+
+class FakeLLM:
+    """Fake of vLLM's `AsyncLLM`, with the parameters of its functions.
+
+    Attributes:
+        added: the stop tokens of added requests.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.vllm_config = vllm_config
+        self.added: list[list[int]] = []
+
+    async def add_request(self, request_id: str, prompt: str, params: Any) -> str:
+        InputProcessor(self.vllm_config).validate(params)
+        self.added.append(params.stop_token_ids)
+        return request_id
+
+
+@pytest.fixture
+def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An `AsyncLLM` with hooks."""
+    monkeypatch.setenv("LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR", "1")
+    monkeypatch.setenv("LOGITSHIP_VLLM_PROCESSOR_ISOLATION", "none")
+    monkeypatch.setattr(params_validation, "_front_ends", {})
+    monkeypatch.setattr(params_validation, "_checks_async_requests", False)
+    monkeypatch.setattr(front_end_hooks, "_is_installed", False)
+    module = ModuleType("vllm.exceptions")
+    vars(module)["VLLMValidationError"] = VLLMValidationError
+    engine = ModuleType("vllm.v1.engine.async_llm")
+    async_llm: Any = type("AsyncLLM", (FakeLLM,), {})
+    vars(engine)["AsyncLLM"] = async_llm
+    for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    for each in (module, engine):
+        monkeypatch.setitem(sys.modules, each.__name__, each)
+        parent, _, child = each.__name__.rpartition(".")
+        setattr(sys.modules[parent], child, each)
+    path = "vllm.v1.engine.async_llm.AsyncLLM"
+    targets = (
+        HookTarget(f"{path}.__init__", ["vllm_config"], front_end_hooks.start),
+        HookTarget(f"{path}.add_request", ["request_id", "prompt", "params"], front_end_hooks.add_request),
+    )
+    monkeypatch.setattr(front_end_hooks, "TARGETS", targets)
+    front_end_hooks.install()
+    front_end_hooks.install()  # a process may configure several engines
+    with ThreadPoolExecutor(2, "logitship-load") as threads:
+        monkeypatch.setattr(params_validation, "_threads", threads)
+        config = SimpleNamespace(
+            skip_tokenizer_init=True, get_vocab_size=lambda: 64, try_get_generation_config=lambda: {"eos_token_id": 1}
+        )
+        yield async_llm(SimpleNamespace(model_config=config))
+
+
+def test_processors_are_loaded_once_in_a_thread(
+    llm: Any, vllm_params: MakeParams, processor_string: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loading: list[str] = []
+    load = PluginProcessors.load
+
+    def recorded(*args: Any) -> Any:
+        loading.append(threading.current_thread().name)
+        return load(*args)
+
+    monkeypatch.setattr(PluginProcessors, "load", recorded)
+    params = vllm_params({"custom_logit_processor": processor_string})
+    assert asyncio.run(llm.add_request("1", "", params)) == "1"
+    assert llm.added == [[FAULT_TOKEN]]
+    assert [name.startswith("logitship-load") for name in loading] == [True]
+    assert not params_validation._checked
+
+
+def test_other_requests_do_not_wait_for_a_load(
+    llm: Any, vllm_params: MakeParams, processor_string: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cancelled request gives its processors back when the load ends."""
+    end = threading.Event()
+    load = PluginProcessors.load
+
+    def slow(*args: Any) -> Any:
+        end.wait()
+        return load(*args)
+
+    monkeypatch.setattr(PluginProcessors, "load", slow)
+
+    async def run() -> None:
+        hanging = asyncio.create_task(
+            llm.add_request("1", "", vllm_params({"custom_logit_processor": processor_string}))
+        )
+        await asyncio.sleep(0.01)
+        assert await llm.add_request("2", "", vllm_params({})) == "2"
+        hanging.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await hanging
+
+    try:
+        asyncio.run(run())
+    finally:
+        end.set()
+    params_validation._threads.shutdown()
+    (front_end,) = params_validation._front_ends.values()
+    assert front_end.processors.in_use == 0
+    assert not params_validation._checked
+
+
+def test_refusals_are_errors_of_vllm(llm: Any, vllm_params: MakeParams) -> None:
+    with pytest.raises(VLLMValidationError, match="no processor is installed or registered as 'nothing'"):
+        asyncio.run(llm.add_request("1", "", vllm_params({"custom_logit_processor": '{"name": "nothing"}'})))
+    with pytest.raises(VLLMValidationError) as refused:
+        asyncio.run(llm.add_request("1", "", vllm_params(dict(PROBE))))
+    assert PluginInfo.from_message(str(refused.value)) == PluginInfo(FAULT_TOKEN)
+
+
+def test_requests_are_refused_without_the_entry_point(
+    llm: Any, vllm_params: MakeParams, processor_string: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(params_validation, "_checks_async_requests", False)
+    monkeypatch.setattr(type(llm), "add_request", FakeLLM.add_request)
+    with pytest.raises(ValueError, match="add it to VLLM_PLUGINS"):
+        asyncio.run(llm.add_request("1", "", vllm_params({"custom_logit_processor": processor_string})))
+    with pytest.raises(ValueError, match="fault_token"):
+        asyncio.run(llm.add_request("1", "", vllm_params(dict(PROBE))))
+
+
+def test_unknown_front_end_is_refused_at_start(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_end_hooks, "_is_installed", False)
+    targets = [HookTarget("vllm.v1.engine.async_llm.AsyncLLM.add_request", ["request"], front_end_hooks.add_request)]
+    monkeypatch.setattr(front_end_hooks, "TARGETS", targets)
+    with pytest.raises(ValueError, match=r"vLLM 0\.32 and 0\.33, .* takes request_id, prompt, params"):
+        front_end_hooks.install()
+
+
+@pytest.mark.parametrize(("named", "installed"), [(None, []), (["other:Class"], []), ([PLUGIN], ["installed"])])
+def test_entry_point_does_nothing_until_the_plugin_is_named(
+    monkeypatch: pytest.MonkeyPatch, named: list[str] | None, installed: list[str]
+) -> None:
+    class EngineArgs:
+        def create_engine_config(self) -> Any:
+            return SimpleNamespace(model_config=SimpleNamespace(logits_processors=named))
+
+    done: list[str] = []
+    monkeypatch.setattr(front_end_hooks, "install", lambda: done.append("installed"))
+    monkeypatch.delitem(sys.modules, "vllm.engine.arg_utils", raising=False)
+    logitship_vllm.load()  # in a process without a front end
+    monkeypatch.setitem(sys.modules, "vllm.engine.arg_utils", SimpleNamespace(EngineArgs=EngineArgs))
+    logitship_vllm.load()
+    assert EngineArgs().create_engine_config().model_config.logits_processors == named
+    assert done == installed
