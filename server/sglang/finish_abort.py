@@ -5,20 +5,10 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Any
 
-from logitship.client.errors import ProcessorFault
+from logitship.server.runtime.fault_message import FAULT_TYPE
 
-FAULT_TYPE = "ProcessorFault"
 STATUS = HTTPStatus.BAD_REQUEST
 """Status of the request. SGLang's OpenAI routes end a stream with an error only if it is an `HTTPStatus`."""
-
-
-def abort_message(fault: ProcessorFault) -> str:
-    """Return the message for the client, which begins with the type and ends with the processor's traceback.
-
-    One text, because SGLang's routes pass on the message alone.
-    """
-    message = f"{FAULT_TYPE}: {fault.message}"
-    return f"{message}\n{fault.traceback}" if fault.traceback else message
 
 
 def abort(request: Any, message: str, num_output_tokens: int) -> None:

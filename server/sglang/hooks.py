@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 
+from logitship.server.runtime.fault_message import FAULT_TYPE
 from logitship.server.runtime.hook_target import HookTarget
 from logitship.server.runtime.seat import start_engine_worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship_sglang import GENERATE, logger
 
-from .finish_abort import FAULT_TYPE, reject
+from .finish_abort import reject
 from .forward_step import ForwardStep
 from .front_end import FrontEnd
 from .generate_fields import only_forbids, read_body

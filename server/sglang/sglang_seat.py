@@ -26,12 +26,13 @@ from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.draft_tree import DraftTree
+from logitship.server.runtime.fault_message import fault_message
 from logitship.server.runtime.request_runtime import RequestRuntime
 from logitship.server.runtime.seat import EngineWorker
 from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship_sglang import logger
 
-from .finish_abort import abort, abort_message
+from .finish_abort import abort
 from .forward_step import ForwardStep
 from .generate_fields import ADMITTED, BEAM_SEARCH, read_mark, read_processors, sampling_params_of, with_params
 from .sampling_ranks import EndedRows, SamplingRanks
@@ -129,7 +130,7 @@ class SglangSeat:
         """Load the processors of a new request, before it is in a step, and return the reason if they cannot run."""
         request = scheduled(req)
         self._load(request)
-        return None if request.fault is None else abort_message(request.fault)
+        return None if request.fault is None else fault_message(request.fault)
 
     def _load(self, request: TrackedRequest) -> None:
         self._runtime.load(request)
@@ -394,4 +395,4 @@ def _fail_all(rows: Rows, reason: str) -> None:
 def _ended(rows: Rows) -> EndedRows:
     """Return the requests that end, with the reasons and the numbers of their output tokens."""
     failed = {row: each.fault for row, each in rows.items() if each.fault is not None}
-    return {row: (abort_message(fault), len(rows[row].output_token_ids)) for row, fault in failed.items()}
+    return {row: (fault_message(fault), len(rows[row].output_token_ids)) for row, fault in failed.items()}

@@ -82,7 +82,7 @@ def missing_attributes(runner: type, batch: type, request: type) -> list[str]:
         request: the class of its records of requests.
     """
     wanted = {
-        runner: ("requests", "input_batch", "discard_request_mask"),
+        runner: ("requests", "input_batch", "discard_request_mask", "sample_tokens"),
         batch: ("req_ids", "req_output_token_ids"),
         request: ("req_id", "num_computed_tokens", "num_tokens"),
     }

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import aclosing
 from typing import Any
 
+from logitship.server.runtime.fault_message import FAULT_TYPE
 from logitship.server.runtime.hook_target import HookTarget, check_targets
 
+from .fault_texts import readable, take_fault
 from .params_validation import check, checked, concerns, prepare
 
 Function = Callable[..., Any]
@@ -45,11 +48,46 @@ async def add_request(
     try:
         await check(llm.vllm_config, params)
     except ValueError as error:
-        from vllm.exceptions import VLLMValidationError  # pyright: ignore[reportMissingImports]
-
-        raise VLLMValidationError(str(error)) from error
+        raise _validation_error()(str(error)) from error
     with checked(params):
         return await add_request(llm, request_id, prompt, params, *args, **kwargs)
+
+
+def process_outputs(process: Function, processor: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+    """End requests whose processors failed with the text of the fault, and not with the fault token."""
+    for output in outputs:
+        text = take_fault(output)
+        if text is not None and output.finish_reason is not None:
+            output.finish_reason = type(output.finish_reason)["ERROR"]
+            output.stop_reason, output.new_token_ids, output.new_logprobs = text, [], None
+    return process(processor, outputs, *args, **kwargs)
+
+
+async def generate(generate: Function, llm: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    """Raise faults, which all routes report as errors: with status 400, or as an event of a stream."""
+    async with aclosing(generate(llm, *args, **kwargs)) as outputs:
+        async for output in outputs:
+            fault = next((each for each in output.outputs if _is_fault(each)), None)
+            if fault is None:
+                yield output
+                continue
+            text = readable(fault.stop_reason)
+            if fault.token_ids:  # those before the fault, which vLLM has merged with its end
+                output.finished, fault.finish_reason, fault.stop_reason = False, None, None
+                yield output
+            raise _validation_error()(text)
+
+
+def _is_fault(completion: Any) -> bool:
+    return completion.finish_reason == "error" and str(completion.stop_reason).startswith(FAULT_TYPE)
+
+
+def _validation_error() -> type[Exception]:
+    """Return vLLM's error with status 400."""
+    from vllm.exceptions import VLLMValidationError  # pyright: ignore[reportMissingImports]
+
+    error: type[Exception] = VLLMValidationError
+    return error
 
 
 TARGETS = (
@@ -91,5 +129,29 @@ TARGETS = (
             "kv_hints",
         ],
         add_request,
+    ),
+    HookTarget(
+        "vllm.v1.engine.output_processor.OutputProcessor.process_outputs",
+        ["engine_core_outputs", "engine_core_timestamp", "iteration_stats", "weight_version"],
+        process_outputs,
+    ),
+    HookTarget(
+        f"{_ASYNC_LLM}.generate",
+        [
+            "prompt",
+            "sampling_params",
+            "request_id",
+            "prompt_text",
+            "lora_request",
+            "tokenization_kwargs",
+            "trace_headers",
+            "priority",
+            "data_parallel_rank",
+            "session_id",
+            "kv_hints",
+            "reasoning_ended",
+            "reasoning_parser_kwargs",
+        ],
+        generate,
     ),
 )

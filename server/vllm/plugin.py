@@ -13,6 +13,7 @@ from .batch_requests import BatchRequests, missing_attributes
 from .batch_seat import BatchSeat
 from .callers import find_caller
 from .configuration import begins_early, model_view
+from .fault_texts import missing_carrier, send_faults
 from .params_validation import admit
 from .settings import VllmSettings, logger
 from .tensor_parallel import TensorParallelRanks
@@ -37,12 +38,13 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
             ValueError: a setting is wrong, or vLLM is configured so that processors would not see the output.
         """
         settings = VllmSettings.from_environment()
-        requests = BatchRequests(_model_runner(vllm_config))
+        runner = _model_runner(vllm_config)
         max_rows = vllm_config.scheduler_config.max_num_seqs
         worker = start_engine_worker(settings, model_view(vllm_config), TensorParallelRanks(), max_rows, logger)
         scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
         logger.info("logitship runs in model runner V1, with %s scheduling", scheduling)
-        self._seat = BatchSeat(worker, requests)
+        self._seat = BatchSeat(worker, BatchRequests(runner))
+        send_faults(runner, self._seat.take_faults, self._seat.fault_token)
         self._begins_early = begins_early(vllm_config)
 
     def is_argmax_invariant(self) -> bool:
@@ -81,7 +83,7 @@ def _model_runner(vllm_config: Any) -> Any:
     runner = find_caller("GPUModelRunner")
     unknown = ["GPUModelRunner"]
     if runner is not None:
-        unknown = missing_attributes(type(runner), InputBatch, CachedRequestState)
+        unknown = missing_attributes(type(runner), InputBatch, CachedRequestState) + missing_carrier()
     if unknown:
         raise ValueError(
             f"logitship does not know the model runner of this vLLM: it knows that of 0.32, with {', '.join(unknown)}"

@@ -19,6 +19,7 @@ from logitship.server.runtime.seat import start_engine_worker
 from .callers import SCHEDULED, find_caller, find_caller_argument
 from .configuration import begins_early, model_view
 from .extra_args import has_processors
+from .fault_texts import missing_carrier, send_faults
 from .params_validation import admit
 from .settings import VllmSettings, logger
 from .slot_seat import SlotSeat
@@ -49,7 +50,7 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         """
         check_supported(vllm_config)
         self._runner = find_caller("GPUModelRunner")
-        if not _is_known(self._runner):
+        if not _is_known(self._runner) or missing_carrier():
             raise ValueError(_UNKNOWN)
         self._row_order = _row_order()
         settings = VllmSettings.from_environment()
@@ -57,6 +58,7 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         worker = start_engine_worker(settings, model_view(vllm_config), ranks, max_rows, logger)
         has_drafts = vllm_config.speculative_config is not None
         self._seat = SlotSeat(worker, req_states, has_drafts=has_drafts)
+        send_faults(self._runner, self._seat.take_faults, self._seat.fault_token)
         # Which draft tokens were accepted is known on the device alone.
         self._begins_early = begins_early(vllm_config) and not has_drafts
 
@@ -114,7 +116,7 @@ def _row_order() -> Callable[..., list[str]]:
 
 def _is_known(runner: Any) -> bool:
     """Return whether the model runner has all attributes that the plugin reads. Checked at start, not per request."""
-    names = ("add_requests", "decode_query_len", "req_states")
+    names = ("add_requests", "decode_query_len", "req_states", "sample_tokens")
     return (
         all(hasattr(runner, name) for name in names)
         and all(hasattr(runner.req_states, name) for name in ("index_to_req_id", "req_id_to_index"))

@@ -3,7 +3,7 @@
 Guarantees, beside those of `RequestRuntime`:
 * The history is exact in each call. Where it cannot be, the request ends instead.
 * A request ends with the *fault token*, which is a stop token of all requests with processors, and is sampled for no
-  other reason: a plugin has no other way to end one.
+  other reason: a worker has no other way to end one. `take_faults` has the reason.
 * Nothing is raised: an exception would stop vLLM's engine.
 """
 
@@ -21,6 +21,7 @@ from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.draft_tree import DraftTree
+from logitship.server.runtime.fault_message import fault_message
 from logitship.server.runtime.ranks import GroupRanks
 from logitship.server.runtime.request_runtime import RequestRuntime
 from logitship.server.runtime.seat import EngineWorker
@@ -46,13 +47,17 @@ class VllmSeat:
 
     Args:
         worker: this process.
+
+    Attributes:
+        fault_token: the token that ends requests.
     """
 
     engine = "vLLM"
 
     def __init__(self, worker: EngineWorker[GroupRanks]) -> None:
         self._worker = worker
-        self._fault_token = fault_token(worker.model)
+        self.fault_token = fault_token(worker.model)
+        self._faults: dict[str, str] = {}
         self._runtime = RequestRuntime(self, worker)
 
     def _track(self, rid: str, params: Any, prompt_token_ids: list[int]) -> TrackedRequest:
@@ -108,20 +113,27 @@ class VllmSeat:
             for row, state in states.items():
                 if state is not None and state.fault is not None:
                     logits[row:end] = -torch.inf
-                    logits[row:end, self._fault_token] = 0.0
+                    logits[row:end, self.fault_token] = 0.0
                     self._report(state, is_draft=row != first)
                     break
 
+    def take_faults(self) -> dict[str, str]:
+        """Return the texts of the faults of the last step, by request id, and clear them."""
+        faults, self._faults = self._faults, {}
+        return faults
+
     def _report(self, request: TrackedRequest, *, is_draft: bool) -> None:
-        """Log a fault once: vLLM cannot send it to the client."""
+        """Keep a fault for the client, and log it once."""
         fault = request.fault
-        if request.is_reported or fault is None:
+        if fault is None:
+            return
+        self._faults[request.rid] = fault_message(fault)
+        if request.is_reported:
             return
         request.is_reported = True
         logger.error(
-            "request %s ends with stop_reason %d%s: %s%s",
+            "request %s ends%s: %s%s",
             request.rid,
-            self._fault_token,
             ", if vLLM accepts its draft tokens" if is_draft else "",
             fault,
             f"\n{fault.traceback}" if fault.traceback else "",
@@ -134,20 +146,20 @@ class VllmSeat:
         A request ends if its processors left no other token.
         """
         # Forbidden before the processors run: sampled by chance, it would be taken for a fault.
-        logits[list(running), self._fault_token] = -torch.inf
+        logits[list(running), self.fault_token] = -torch.inf
         hard = {row: masks for row, request in running.items() if (masks := _hard_masks(request.record))}
         forbidden = logits[[*hard]].isneginf()
         yield
         if hard:
             logits[[*hard]] = logits[[*hard]].masked_fill(forbidden, -torch.inf)
         rows = [row for row in running if running[row].fault is None]
-        given = logits[rows, self._fault_token].isneginf().logical_not().tolist()
-        logits[rows, self._fault_token] = -torch.inf
+        given = logits[rows, self.fault_token].isneginf().logical_not().tolist()
+        logits[rows, self.fault_token] = -torch.inf
         for row in {*hard, *(row for row, is_given in zip(rows, given, strict=True) if is_given)}:
             request = running[row]
             if request.fault is None and not logits[row].amax().isfinite():
                 last = request.uses[-1].processor
-                before = (*hard.get(row, ()), f"the reserved token {self._fault_token}")
+                before = (*hard.get(row, ()), f"the reserved token {self.fault_token}")
                 request.fault = non_finite_fault(logits[row], name=last.name, digest=last.digest, before=before)
 
     def repeat(self, logits: torch.Tensor, repeated: Mapping[int, TrackedRequest]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,13 @@ def test_one_call_per_token_in_any_row(ran: Any, scheduling: str) -> None:
         [11, 14],  # d has the slot of a finished request, and none of its state
         [15, 12],
     ]
+
+
+def test_faults_are_attached_to_vllms_output(ran: Any) -> None:
+    for scheduling in ("synchronous", "asynchronous"):
+        faults = ran["steps"][scheduling]["faults"]
+        assert [*faults] == ["c"]
+        assert re.match(r"ProcessorFault: .*RuntimeError: as asked\nTraceback ", faults["c"])
 
 
 def test_calls_begin_early_with_synchronous_scheduling(ran: Any) -> None:

@@ -19,6 +19,7 @@ import vllm
 import vllm.v1.worker.gpu.states as states
 from packaging.version import Version
 from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RealRunner
 from vllm.v1.worker.gpu.model_runner import sort_batch_req_ids
 from vllm.v1.worker.gpu.sample.logits_processor import LogitsContext, build_custom_logits_processors
@@ -95,6 +96,7 @@ class GPUModelRunner:
         )
         self.sampler = self.plugin
         self._computed: dict[str, int] = {}
+        self.faults: dict[str, str] = {}
 
     def step(
         self,
@@ -120,7 +122,7 @@ class GPUModelRunner:
         ctx = LogitsContext(
             mapping, mapping, np.array(slots), torch.zeros(len(slots), dtype=torch.int32), tokens, last, seq_lens
         )
-        sampled: list[int] = self.plugin.apply(torch.zeros(len(slots), VOCAB), ctx).argmax(dim=-1).tolist()
+        sampled = [tokens[0] for tokens in self._sample([*lengths], [1] * len(slots), ctx)]
         for slot, length, token in zip(slots, seq_lens.tolist(), sampled, strict=True):
             if length == self.req_states.total_len.gpu[slot]:
                 self._commit(slot, token)
@@ -146,15 +148,33 @@ class GPUModelRunner:
         ctx = LogitsContext(
             expanded, torch.tensor(slots), np.array(slots), depths.int(), tokens.int(), positions, bounds
         )
-        sampled = self.plugin.apply(torch.zeros(len(rows), VOCAB), ctx).argmax(dim=-1).tolist()
+        sampled = self._sample([*drafts], [1 + len(drafted) for drafted in drafts.values()], ctx)
         added: dict[str, list[int]] = {}
-        for slot, (req_id, drafted) in zip(slots, drafts.items(), strict=True):
-            own = [token for token, (row_slot, *_) in zip(sampled, rows, strict=True) if row_slot == slot]
+        for slot, (req_id, drafted), own in zip(slots, drafts.items(), sampled, strict=True):
             num_accepted = next((n for n, token in enumerate(drafted) if own[n] != token), len(drafted))
             added[req_id] = own[: num_accepted + 1]
             for token in added[req_id]:
                 self._commit(slot, token)
         return added
+
+    def sample_tokens(self, req_ids: list[str], counts: list[int], ctx: Any) -> Any:
+        """Return a fake of vLLM's output with the most likely tokens, which are copied to the host later."""
+        tokens = self.plugin.apply(torch.zeros(sum(counts), VOCAB), ctx).argmax(dim=-1).split(counts)
+        index = {req_id: row for row, req_id in enumerate(req_ids)}
+        output = ModelRunnerOutput(req_ids=req_ids, req_id_to_index=index)
+
+        def get_output() -> Any:
+            output.sampled_token_ids = [each.tolist() for each in tokens]
+            return output
+
+        return SimpleNamespace(get_output=get_output)
+
+    def _sample(self, req_ids: list[str], counts: list[int], ctx: Any) -> list[list[int]]:
+        output = self.sample_tokens(req_ids, counts, ctx).get_output()
+        for req_id, text in output.prompt_token_id_logprobs_dict.items():
+            self.faults[req_id] = bytes(text.tolist()).decode()
+        sampled: list[list[int]] = output.sampled_token_ids
+        return sampled
 
     def _commit(self, slot: int, token: int) -> None:
         self.req_states.all_token_ids.gpu[slot, self.req_states.total_len.gpu[slot]] = token
@@ -302,8 +322,8 @@ def main() -> None:
     steps = {}
     for scheduling in ("synchronous", "asynchronous"):
         early = count_early_calls()
-        tokens = run(GPUModelRunner(config(async_scheduling=scheduling == "asynchronous")))
-        steps[scheduling] = {"tokens": tokens, "early": early.copy()}
+        runner = GPUModelRunner(config(async_scheduling=scheduling == "asynchronous"))
+        steps[scheduling] = {"tokens": run(runner), "early": early.copy(), "faults": runner.faults}
     embeddings = run_with_embeddings(GPUModelRunner(config()))
     drafts: Any = None
     speculation = SimpleNamespace(rejection_sample_method="standard")

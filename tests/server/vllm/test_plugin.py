@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -43,9 +44,11 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     input_batch = ModuleType("vllm.v1.worker.gpu_input_batch")
     input_batch.InputBatch = InputBatch  # type: ignore[attr-defined]
     input_batch.CachedRequestState = CachedRequestState  # type: ignore[attr-defined]
+    outputs = ModuleType("vllm.v1.outputs")
+    outputs.ModelRunnerOutput = ModelRunnerOutput  # type: ignore[attr-defined]
     for name in ("vllm", "vllm.v1", "vllm.v1.sample", "vllm.v1.worker"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for module in (interface, distributed, input_batch):
+    for module in (interface, distributed, input_batch, outputs):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     modules = [f"logitship.server.vllm.{name}" for name in ("plugin", "tensor_parallel")]
     for name in modules:
@@ -67,6 +70,13 @@ class InputBatch:
         return self._req_ids
 
 
+@dataclass
+class ModelRunnerOutput:
+    """Fake of what a model runner returns."""
+
+    prompt_token_id_logprobs_dict: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
 class CachedRequestState:
     """Fake of vLLM's record of a request."""
 
@@ -82,6 +92,9 @@ class GPUModelRunner:
         self.requests: dict[str, Any] = {}
         self.input_batch = InputBatch()
         self.discard_request_mask = None
+
+    def sample_tokens(self, grammar_output: Any) -> None:
+        """Sample nothing."""
 
     def make(self, plugin: ModuleType, **settings: Any) -> Any:
         model_config = SimpleNamespace(
@@ -167,6 +180,14 @@ def test_changed_model_runner_is_refused_at_start(plugin: ModuleType, monkeypatc
     missing = "GPUModelRunner.requests, GPUModelRunner.discard_request_mask, InputBatch.req_output_token_ids"
     with pytest.raises(ValueError, match=missing):
         GPUModelRunner()
+
+
+def test_vllm_without_the_field_for_faults_is_refused_at_start(
+    plugin: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ModelRunnerOutput, "__dataclass_fields__", {})
+    with pytest.raises(ValueError, match=r"with ModelRunnerOutput\.prompt_token_id_logprobs_dict"):
+        GPUModelRunner().make(plugin)
 
 
 def test_tensor_parallel_ranks(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
