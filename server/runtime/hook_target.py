@@ -43,7 +43,12 @@ class HookTarget:
         def hooked(*args: Any, **kwargs: Any) -> Any:
             return hook(function, *args, **kwargs)
 
-        setattr(resolve_name(owner), name, hooked)
+        @wraps(function)
+        async def hooked_coroutine(*args: Any, **kwargs: Any) -> Any:
+            return await hook(function, *args, **kwargs)
+
+        is_coroutine = inspect.iscoroutinefunction(function)  # ASGI servers ask
+        setattr(resolve_name(owner), name, hooked_coroutine if is_coroutine else hooked)
 
 
 def check_targets(targets: Sequence[HookTarget], engine: str) -> None:

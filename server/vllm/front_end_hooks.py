@@ -11,6 +11,8 @@ from logitship.server.runtime.hook_target import HookTarget, check_targets
 
 from .fault_texts import readable, take_fault
 from .params_validation import check, checked, concerns, prepare
+from .request_tenant import set_tenant, tenant_of_key
+from .settings import VllmSettings
 
 Function = Callable[..., Any]
 
@@ -22,13 +24,15 @@ def install() -> None:
     """Wrap functions of vLLM in this process.
 
     Raises:
-        ValueError: they are not those that the plugin knows.
+        ValueError: they are not those that the plugin knows, or a setting is wrong.
     """
     global _is_installed
     if _is_installed:
         return
-    check_targets(TARGETS, "the front ends of vLLM 0.32 and 0.33")
-    for target in TARGETS:
+    header = VllmSettings.from_environment().tenant_header
+    targets = [*TARGETS, KEY if header is None else _named_by(header)]
+    check_targets(targets, "the front ends of vLLM 0.32 and 0.33")
+    for target in targets:
         target.wrap()
     _is_installed = True
 
@@ -155,3 +159,20 @@ TARGETS = (
         generate,
     ),
 )
+KEY = HookTarget(
+    "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware.verify_token", ["headers"], tenant_of_key
+)
+"""Takes the tenant of each request from its API key."""
+
+
+def _named_by(header: str) -> HookTarget:
+    """Return the hook that takes the tenant of each HTTP request from a header of a trusted gateway."""
+    name = header.lower().encode()
+
+    async def call(call: Function, app: Any, scope: Any, receive: Any, send: Any) -> None:
+        tenant = dict(scope.get("headers") or ()).get(name)
+        if tenant is not None:
+            set_tenant(tenant.decode("latin-1"))
+        await call(app, scope, receive, send)
+
+    return HookTarget("fastapi.FastAPI.__call__", ["scope", "receive", "send"], call)

@@ -22,6 +22,7 @@ from logitship.server.runtime.plugin_processors import PluginProcessors, for_adm
 from .callers import find_caller
 from .configuration import fault_token, model_view
 from .extra_args import asks_for_plugin_info, has_processors, read_processors, sampling_params
+from .request_tenant import current_tenant, write_tenant
 from .settings import VllmSettings, logger
 
 NUM_LOADS = 4
@@ -58,7 +59,8 @@ class _FrontEnd:
             self.processors.release(uses)
 
     def accept(self, params: Any) -> None:
-        """Add the stop token with which the plugin ends the request."""
+        """Write the tenant into a request, and add the stop token with which the plugin ends it."""
+        write_tenant(params, current_tenant())
         stop_token_ids = params.stop_token_ids or []
         if self.fault_token not in stop_token_ids:
             params.stop_token_ids = [*stop_token_ids, self.fault_token]

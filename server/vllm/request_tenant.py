@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
-from logitship.server.tenants import tenant_of
+from logitship.server.api_keys import tenant_of
 
 _FIELD = "logitship_tenant"
 """Key of `extra_args`. What a client sends there is overwritten."""
@@ -27,7 +27,7 @@ def set_tenant(name: str) -> None:
     Args:
         name: identifies it: its API key, or what a gateway calls it.
     """
-    _tenant.set(tenant_of(name.encode("latin-1", "replace")))
+    _tenant.set(tenant_of(name))
 
 
 def current_tenant() -> str:

@@ -16,10 +16,16 @@ class VllmSettings(PluginSettings):
     """Settings of the plugin. Each is read from the variable of the same name in capitals, after `LOGITSHIP_VLLM_`."""
 
     prefix = "LOGITSHIP_VLLM_"
-    readers = {"enable_custom_logit_processor": read_switch, **SHARED_READERS}  # noqa: RUF012  # declared in the base
+    readers = {  # noqa: RUF012  # declared in the base
+        "enable_custom_logit_processor": read_switch,
+        "tenant_header": str,
+        **SHARED_READERS,
+    }
 
     enable_custom_logit_processor: bool = False
     """Requests may ship code. Otherwise only the built-in processors run, by name."""
+    tenant_header: str | None = None
+    """Header in which a trusted gateway names the tenant of a request. None: each of vLLM's API keys is a tenant."""
 
     @property
     def shipping_is_off(self) -> str | None:

@@ -11,12 +11,16 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
 
 import logitship_vllm
 from logitship.client.http.vllm_handshake import PROBE, PluginInfo
 from logitship.server.runtime.hook_target import HookTarget
 from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.tenants import tenant_of
 from logitship.server.vllm import front_end_hooks, params_validation
+from logitship.server.vllm.request_tenant import current_tenant, read_tenant
 from tests.server.vllm.conftest import MakeParams
 
 FAULT_TOKEN = 63
@@ -37,20 +41,27 @@ class InputProcessor:
         params_validation.admit(params)
 
 
+class AuthenticationMiddleware:
+    """Fake of vLLM's middleware of this name."""
+
+    def verify_token(self, headers: dict[str, str]) -> bool:
+        return headers.get("Authorization") in ("Bearer k1", "Bearer k2")
+
+
 class FakeLLM:
     """Fake of vLLM's `AsyncLLM`, with the parameters of its functions.
 
     Attributes:
-        added: the stop tokens of added requests.
+        added: the stop tokens and tenants of added requests.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
-        self.added: list[list[int]] = []
+        self.added: list[tuple[list[int], str]] = []
 
     async def add_request(self, request_id: str, prompt: str, params: Any) -> str:
         InputProcessor(self.vllm_config).validate(params)
-        self.added.append(params.stop_token_ids)
+        self.added.append((params.stop_token_ids, read_tenant(params)))
         return request_id
 
 
@@ -67,9 +78,13 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     engine = ModuleType("vllm.v1.engine.async_llm")
     async_llm: Any = type("AsyncLLM", (FakeLLM,), {})
     vars(engine)["AsyncLLM"] = async_llm
-    for name in ("vllm", "vllm.v1", "vllm.v1.engine"):
+    middleware: Any = type("AuthenticationMiddleware", (AuthenticationMiddleware,), {})
+    authenticate = ModuleType("vllm.entrypoints.serve.middleware.authenticate")
+    vars(authenticate)["AuthenticationMiddleware"] = middleware
+    packages = ("entrypoints", "entrypoints.serve", "entrypoints.serve.middleware", "v1", "v1.engine")
+    for name in ("vllm", *(f"vllm.{each}" for each in packages)):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for each in (module, engine):
+    for each in (module, engine, authenticate):
         monkeypatch.setitem(sys.modules, each.__name__, each)
         parent, _, child = each.__name__.rpartition(".")
         setattr(sys.modules[parent], child, each)
@@ -102,7 +117,7 @@ def test_processors_are_loaded_once_in_a_thread(
     monkeypatch.setattr(PluginProcessors, "load", recorded)
     params = vllm_params({"custom_logit_processor": processor_string})
     assert asyncio.run(llm.add_request("1", "", params)) == "1"
-    assert llm.added == [[FAULT_TOKEN]]
+    assert llm.added == [([FAULT_TOKEN], "")]
     assert [name.startswith("logitship-load") for name in loading] == [True]
     assert not params_validation._checked
 
@@ -138,6 +153,39 @@ def test_other_requests_do_not_wait_for_a_load(
     (front_end,) = params_validation._front_ends.values()
     assert front_end.processors.in_use == 0
     assert not params_validation._checked
+
+
+def test_each_api_key_is_a_tenant(llm: Any, vllm_params: MakeParams, processor_string: str) -> None:
+    """What a client sends instead is overwritten. Paths without a key have no tenant."""
+    middleware = sys.modules["vllm.entrypoints.serve.middleware.authenticate"].AuthenticationMiddleware()
+
+    async def serve(key: str | None, forged: str) -> None:
+        if key is not None:
+            assert middleware.verify_token({"Authorization": f"Bearer {key}"}) is (key != "wrong")
+        params = vllm_params({"custom_logit_processor": processor_string, "logitship_tenant": forged})
+        await llm.add_request("1", "", params)
+
+    async def run() -> None:
+        first, second = tenant_of(b"k1"), tenant_of(b"k2")
+        for key in ("k1", "k2", "k1", None, "wrong"):
+            await asyncio.create_task(serve(key, second if key == "k1" else first))
+        assert [tenant for _, tenant in llm.added] == [first, second, first, "", ""]
+
+    asyncio.run(run())
+
+
+def test_gateway_names_the_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FastAPI, "__call__", FastAPI.__call__)
+    front_end_hooks._named_by("X-Tenant").wrap()
+    app = FastAPI()
+
+    @app.get("/")
+    async def tenant() -> str:
+        return current_tenant()
+
+    with TestClient(app) as client:
+        answers = [client.get("/", headers=headers).json() for headers in ({"x-tenant": "a"}, {"x-tenant": "b"}, {})]
+    assert answers == [tenant_of(b"a"), tenant_of(b"b"), ""]
 
 
 def test_refusals_are_errors_of_vllm(llm: Any, vllm_params: MakeParams) -> None:
