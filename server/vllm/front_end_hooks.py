@@ -17,7 +17,8 @@ from .settings import VllmSettings
 Function = Callable[..., Any]
 
 _ASYNC_LLM = "vllm.v1.engine.async_llm.AsyncLLM"
-_is_installed = False
+_wrapped: set[str] = set()
+"""Paths of the functions that are wrapped."""
 
 
 def install() -> None:
@@ -26,19 +27,23 @@ def install() -> None:
     Raises:
         ValueError: they are not those that the plugin knows, or a setting is wrong.
     """
-    global _is_installed
-    if _is_installed:
-        return
-    header = VllmSettings.from_environment().tenant_header
-    targets = [*TARGETS, KEY if header is None else _named_by(header)]
-    check_targets(targets, "the front ends of vLLM 0.32 and 0.33")
-    for target in targets:
+    VllmSettings.from_environment()  # an error shows at the start
+    _wrap(TARGETS)
+
+
+def _wrap(targets: Sequence[HookTarget]) -> None:
+    """Wrap functions once, even if the process makes several engines."""
+    new = [target for target in targets if target.path not in _wrapped]
+    check_targets(new, "the front ends of vLLM 0.32 and 0.33")
+    for target in new:
         target.wrap()
-    _is_installed = True
+        _wrapped.add(target.path)
 
 
 def start(init: Function, llm: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
-    """Start the sandboxes with the engine."""
+    """Start the sandboxes with the engine, and wrap functions of the HTTP server."""
+    header = VllmSettings.from_environment().tenant_header
+    _wrap([RESPONSES, KEY if header is None else _named_by(header)])
     init(llm, vllm_config, *args, **kwargs)
     prepare(vllm_config)
 
@@ -80,6 +85,16 @@ async def generate(generate: Function, llm: Any, *args: Any, **kwargs: Any) -> A
                 output.finished, fault.finish_reason, fault.stop_reason = False, None, None
                 yield output
             raise _validation_error()(text)
+
+
+async def stream_response(stream: Function, serving: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+    """Send errors as an event: in streams of `/v1/responses`, vLLM closes the connection instead."""
+    async with aclosing(stream(serving, *args, **kwargs)) as events:
+        try:
+            async for event in events:
+                yield event
+        except _validation_error() as error:
+            yield serving.create_error_response(error)
 
 
 def _is_fault(completion: Any) -> bool:
@@ -158,6 +173,20 @@ TARGETS = (
         ],
         generate,
     ),
+)
+RESPONSES = HookTarget(
+    "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.responses_stream_generator",
+    [
+        "request",
+        "sampling_params",
+        "result_generator",
+        "context",
+        "model_name",
+        "tokenizer",
+        "request_metadata",
+        "created_time",
+    ],
+    stream_response,
 )
 KEY = HookTarget(
     "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware.verify_token", ["headers"], tenant_of_key

@@ -110,5 +110,19 @@ def test_faults_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     assert events == [([5], None, False), ([6], None, False), "closed"]
 
 
+def test_streams_of_responses_end_with_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(front_end_hooks, "_validation_error", lambda: KeyError)
+
+    async def stream(serving: Any, request: str) -> AsyncIterator[str]:
+        yield request
+        raise KeyError(TEXT)
+
+    async def run() -> list[Any]:
+        serving = SimpleNamespace(create_error_response=lambda error: ("error", *error.args))
+        return [event async for event in front_end_hooks.stream_response(stream, serving, "created")]
+
+    assert asyncio.run(run()) == ["created", ("error", TEXT)]
+
+
 def test_source_lines_are_not_removed() -> None:
     assert readable('  File "<Fails>", line 3, in __call__') == '  File "<Fails>" line 3, in __call__'

@@ -72,7 +72,7 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("LOGITSHIP_VLLM_PROCESSOR_ISOLATION", "none")
     monkeypatch.setattr(params_validation, "_front_ends", {})
     monkeypatch.setattr(params_validation, "_checks_async_requests", False)
-    monkeypatch.setattr(front_end_hooks, "_is_installed", False)
+    monkeypatch.setattr(front_end_hooks, "_wrapped", {front_end_hooks.RESPONSES.path})
     module = ModuleType("vllm.exceptions")
     vars(module)["VLLMValidationError"] = VLLMValidationError
     engine = ModuleType("vllm.v1.engine.async_llm")
@@ -208,7 +208,7 @@ def test_requests_are_refused_without_the_entry_point(
 
 
 def test_unknown_front_end_is_refused_at_start(llm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_end_hooks, "_is_installed", False)
+    monkeypatch.setattr(front_end_hooks, "_wrapped", set())
     targets = [HookTarget("vllm.v1.engine.async_llm.AsyncLLM.add_request", ["request"], front_end_hooks.add_request)]
     monkeypatch.setattr(front_end_hooks, "TARGETS", targets)
     with pytest.raises(ValueError, match=r"vLLM 0\.32 and 0\.33, .* takes request_id, prompt, params"):
