@@ -10,13 +10,13 @@ import asyncio
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from logitship.client.http.vllm_handshake import PluginInfo
 from logitship.sampler.processors.request_view import ModelView
+from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission
 
 from .callers import find_caller
@@ -24,9 +24,6 @@ from .configuration import fault_token, model_view
 from .extra_args import asks_for_plugin_info, has_processors, read_processors, sampling_params
 from .request_tenant import current_tenant, write_tenant
 from .settings import VllmSettings, logger
-
-NUM_LOADS = 4
-"""Most requests whose processors are loaded at once."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +40,8 @@ class _FrontEnd:
     processors: PluginProcessors
     fault_token: int
 
-    def check(self, params: Any) -> None:
-        """Check the processors of a request by loading them once.
+    def read(self, params: Any) -> tuple[ProcessorRequest, ...]:
+        """Parse the processors of a request.
 
         Raises:
             ValueError: as `admit`.
@@ -52,11 +49,8 @@ class _FrontEnd:
         if asks_for_plugin_info(params):
             raise ValueError(PluginInfo(self.fault_token).to_message())
         requested = read_processors(params.extra_args, self.settings.max_processor_size)
-        uses = self.processors.load(requested, "admission")
-        try:
-            sampling_params(params, uses, self.model.eos_token_ids)  # it raises for values that only vLLM accepts
-        finally:
-            self.processors.release(uses)
+        sampling_params(params, (), self.model.eos_token_ids)  # it raises for values that only vLLM accepts
+        return requested
 
     def accept(self, params: Any) -> None:
         """Write the tenant into a request, and add the stop token with which the plugin ends it."""
@@ -68,7 +62,6 @@ class _FrontEnd:
 
 _front_ends: dict[int, _FrontEnd] = {}
 _lock = threading.Lock()
-_threads = ThreadPoolExecutor(NUM_LOADS, "logitship-load")
 _checked: Counter[int] = Counter()
 """Identities of parameters that `check` has checked and that vLLM validates now. No client can forge one."""
 _checks_async_requests = False
@@ -96,19 +89,19 @@ def admit(params: Any) -> None:
             "environment with pip, and add it to VLLM_PLUGINS if that is set"
         )
     front_end = _front_end(caller.vllm_config)
-    front_end.check(params)
+    front_end.processors.release(front_end.processors.load(front_end.read(params), "admission", current_tenant()))
     front_end.accept(params)
 
 
 async def check(vllm_config: Any, params: Any) -> None:
-    """Do the same in a thread, for a request of `AsyncLLM`. If the request is cancelled, the thread goes on.
+    """Do the same in threads, for a request of `AsyncLLM`.
 
     Raises:
         ValueError: as `admit`.
     """
-    loop = asyncio.get_running_loop()
-    front_end = await loop.run_in_executor(_threads, _front_end, vllm_config)
-    await loop.run_in_executor(_threads, front_end.check, params)
+    front_end = await asyncio.to_thread(_front_end, vllm_config)
+    requested = await asyncio.to_thread(front_end.read, params)
+    await front_end.processors.check(requested, current_tenant())
     front_end.accept(params)
 
 
@@ -133,7 +126,7 @@ def prepare(vllm_config: Any) -> None:
     """Start the sandboxes of a front end in a thread. The first request with a processor waits for them."""
     global _checks_async_requests
     _checks_async_requests = True
-    _threads.submit(_front_end, vllm_config)
+    threading.Thread(target=_front_end, args=(vllm_config,), name="logitship-prepare", daemon=True).start()
 
 
 def _front_end(config: Any) -> _FrontEnd:

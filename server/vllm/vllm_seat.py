@@ -29,6 +29,7 @@ from logitship.server.runtime.tracked_request import TrackedRequest
 
 from .configuration import fault_token
 from .extra_args import read_processors, sampling_params
+from .request_tenant import read_tenant
 from .settings import logger
 
 Drafts: TypeAlias = Mapping[int, Sequence[int]]
@@ -68,6 +69,7 @@ class VllmSeat:
             rid,
             prompt_token_ids,
             stops if params.ignore_eos else stops | self._worker.model.eos_token_ids,
+            tenant=read_tenant(params),
             max_tokens=params.max_tokens,
             # vLLM's thinking budget forces its tokens after the processors, also those that they forbid.
             follows_forbidden=getattr(params, "thinking_token_budget", None) is not None,

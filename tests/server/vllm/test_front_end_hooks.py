@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -66,7 +64,7 @@ class FakeLLM:
 
 
 @pytest.fixture
-def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def llm(monkeypatch: pytest.MonkeyPatch) -> Any:
     """An `AsyncLLM` with hooks."""
     monkeypatch.setenv("LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR", "1")
     monkeypatch.setenv("LOGITSHIP_VLLM_PROCESSOR_ISOLATION", "none")
@@ -96,29 +94,27 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(front_end_hooks, "TARGETS", targets)
     front_end_hooks.install()
     front_end_hooks.install()  # a process may configure several engines
-    with ThreadPoolExecutor(2, "logitship-load") as threads:
-        monkeypatch.setattr(params_validation, "_threads", threads)
-        config = SimpleNamespace(
-            skip_tokenizer_init=True, get_vocab_size=lambda: 64, try_get_generation_config=lambda: {"eos_token_id": 1}
-        )
-        yield async_llm(SimpleNamespace(model_config=config))
+    config = SimpleNamespace(
+        skip_tokenizer_init=True, get_vocab_size=lambda: 64, try_get_generation_config=lambda: {"eos_token_id": 1}
+    )
+    return async_llm(SimpleNamespace(model_config=config))
 
 
 def test_processors_are_loaded_once_in_a_thread(
     llm: Any, vllm_params: MakeParams, processor_string: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loading: list[str] = []
+    loading: list[bool] = []
     load = PluginProcessors.load
 
     def recorded(*args: Any) -> Any:
-        loading.append(threading.current_thread().name)
+        loading.append(threading.current_thread() is threading.main_thread())
         return load(*args)
 
     monkeypatch.setattr(PluginProcessors, "load", recorded)
     params = vllm_params({"custom_logit_processor": processor_string})
     assert asyncio.run(llm.add_request("1", "", params)) == "1"
     assert llm.added == [([FAULT_TOKEN], "")]
-    assert [name.startswith("logitship-load") for name in loading] == [True]
+    assert loading == [False]
     assert not params_validation._checked
 
 
@@ -126,10 +122,11 @@ def test_other_requests_do_not_wait_for_a_load(
     llm: Any, vllm_params: MakeParams, processor_string: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A cancelled request gives its processors back when the load ends."""
-    end = threading.Event()
+    loading, end = threading.Event(), threading.Event()
     load = PluginProcessors.load
 
     def slow(*args: Any) -> Any:
+        loading.set()
         end.wait()
         return load(*args)
 
@@ -139,17 +136,15 @@ def test_other_requests_do_not_wait_for_a_load(
         hanging = asyncio.create_task(
             llm.add_request("1", "", vllm_params({"custom_logit_processor": processor_string}))
         )
-        await asyncio.sleep(0.01)
+        while not loading.is_set():
+            await asyncio.sleep(0.01)
         assert await llm.add_request("2", "", vllm_params({})) == "2"
         hanging.cancel()
         with pytest.raises(asyncio.CancelledError):
             await hanging
-
-    try:
-        asyncio.run(run())
-    finally:
         end.set()
-    params_validation._threads.shutdown()
+
+    asyncio.run(run())  # it joins the threads
     (front_end,) = params_validation._front_ends.values()
     assert front_end.processors.in_use == 0
     assert not params_validation._checked
