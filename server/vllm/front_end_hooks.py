@@ -57,7 +57,7 @@ async def add_request(
     try:
         await check(llm.vllm_config, params)
     except ValueError as error:
-        raise _validation_error()(str(error)) from error
+        raise _validation_error()(readable(str(error))) from error
     with checked(params):
         return await add_request(llm, request_id, prompt, params, *args, **kwargs)
 

@@ -18,12 +18,14 @@ import httpx
 ROOT = Path(__file__).parents[2]
 
 
-def add_distribution(folder: Path, name: str = "logitship", plugin: str = "logitship_sglang:load") -> None:
-    """Write what `pip install` writes, for a package with a plugin of SGLang that is found by `PYTHONPATH`."""
+def add_distribution(
+    folder: Path, name: str = "logitship", plugin: str = "logitship_sglang:load", group: str = "sglang.srt.plugins"
+) -> None:
+    """Write what `pip install` writes, for a package with a plugin of an engine that is found by `PYTHONPATH`."""
     metadata = folder / f"{name}-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
-    (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{name} = {plugin}\n")
+    (metadata / "entry_points.txt").write_text(f"[{group}]\n{name} = {plugin}\n")
 
 
 @dataclass

@@ -25,14 +25,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import torch
 
 from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor
 from logitship.client.serialization.processor_string import PYTHON
 from logitship.server.model.default_model import default_model_folder
+from logitship.server.tenants import tenant_of
 
 from .history_processors import CountsCalls, HashesHistory, history_token
+from .sglang_server import add_distribution
 
 pytestmark = pytest.mark.timeout(1500)  # vLLM is installed on first use
 
@@ -47,6 +50,8 @@ LONG_IDS = [*range(500, 650)]
 In the greedy answers that are compared here, the log-probabilities of the two most likely tokens differ by at least
 0.01. Rounding changes them by about 1e-4, so other requests in the batch do not affect the answers.
 """
+KEYS = ["first-key", "second-key"]
+"""API keys, each of which is a tenant."""
 TOKENS = 12
 FIRST = 1000
 
@@ -62,6 +67,28 @@ class Hangs(CustomLogitProcessor):
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
         while True:
             pass
+
+
+class CountsForItself(CustomLogitProcessor):
+    """Forces token FIRST + n in the n-th call of its instance."""
+
+    calls = 0
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        for row in logits:
+            row[:] = -float("inf")
+            row[1000 + self.calls] = 0.0
+            self.calls += 1
+        return logits
+
+
+class HangsWhileMade(CustomLogitProcessor):
+    def __init__(self) -> None:
+        while True:
+            pass
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        return logits
 
 
 class CannotBeMade(CustomLogitProcessor):
@@ -133,6 +160,7 @@ class Server:
 def logitship_serve(request: pytest.FixtureRequest) -> Iterator[tuple[str, Server]]:
     command = [str(Path(sys.executable).with_name("logitship")), "serve", "--port", "0", "--device", "cpu"]
     command += ["--max-model-len", "512", "--max-num-seqs", "16", "--chunked-prefill-size", "64"]
+    command += ["--api-key", KEYS[0], "--api-key", KEYS[1]]
     server = Server([*command, "--enable-custom-logit-processor"], {}, r"running on (http://[\d.]+:\d+)")
     try:
         yield server.wait_until_ready()[1], server
@@ -155,9 +183,11 @@ def vllm_serve(request: pytest.FixtureRequest, paths: Sequence[Path] = ()) -> It
     command = [str(vllm / "bin" / "vllm"), "serve", str(default_model_folder()), "--port", str(port)]
     command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--max-model-len", "512"]
     command += ["--max-num-seqs", "16", "--max-num-batched-tokens", "64", "--num-gpu-blocks-override", "12"]
-    command += ["--logits-processors", "logitship.server.vllm:LogitshipLogitsProcessor"]
+    command += ["--logits-processors", "logitship.server.vllm:LogitshipLogitsProcessor", "--api-key", *KEYS]
+    distributions = request.getfixturevalue("tmp_path_factory").mktemp("distributions")
+    add_distribution(distributions, plugin="logitship_vllm:load", group="vllm.general_plugins")
     environment = {
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", *paths))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "src", distributions, *paths))),
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR": "1",
@@ -185,7 +215,7 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, Server]]:
 
 @pytest.fixture
 def client(served: tuple[str, Server]) -> Iterator[Client]:
-    with Client(served[0], timeout=300) as client:
+    with Client(served[0], api_key=KEYS[0], timeout=300) as client:
         yield client
 
 
@@ -278,9 +308,78 @@ def test_faults_end_only_their_requests(client: Client) -> None:
         counted = pool.submit(generate, client, processor=COUNTS_CALLS, params={"first": FIRST})
         faults = [pool.submit(fault, processor) for processor in (FailsAtThird.to_str(), Hangs.to_str())]
         assert [each.result().type for each in faults] == ["ProcessorFault", "ProcessorFault"]
+        assert "FailsAtThird raised RuntimeError: the third token is too much" in str(faults[0].result())
+        assert 'raise RuntimeError("the third token is too much")' in faults[0].result().traceback
         assert [each.result() for each in others] == undisturbed
         assert forced.result() == [5] * TOKENS
         assert counted.result() == [FIRST + step for step in range(TOKENS)]
+
+
+def test_fault_in_a_stream(client: Client) -> None:
+    """The tokens before it arrive."""
+    chunks: list[Any] = []
+    with pytest.raises(GenerationError, match="the third token is too much") as fault:
+        chunks += client.generate_stream(PROMPT, temperature=0, max_new_tokens=8, processor=FailsAtThird)
+    assert fault.value.type == "ProcessorFault"
+    assert len([token for chunk in chunks for token in chunk.output_ids]) == 2
+
+
+def test_faults_on_all_routes_of_vllm(served: tuple[str, Server]) -> None:
+    """Whole answers have status 400, streams an event that the SDK raises; also where the output has a grammar."""
+    if not served[1].scheduling:
+        pytest.skip("logitship's own server has other tests")
+    sdk = openai.OpenAI(base_url=f"{served[0]}/v1", api_key=KEYS[0], max_retries=0, timeout=300)
+    model, text = str(default_model_folder()), "the third token is too much"
+    xargs = {"vllm_xargs": {"custom_logit_processor": FailsAtThird.to_str()}}
+    grammar = {**xargs, "structured_outputs": {"regex": "[a-z ]{20}"}}
+    messages = [{"role": "user", "content": PROMPT}]
+    calls: list[Callable[..., Any]] = [
+        partial(sdk.completions.create, model=model, prompt=PROMPT, extra_body=xargs),
+        partial(sdk.completions.create, model=model, prompt=PROMPT, extra_body=grammar),
+        partial(sdk.completions.create, model=model, prompt=PROMPT, n=2, extra_body=xargs),
+        partial(sdk.chat.completions.create, model=model, messages=messages, extra_body=xargs),
+        partial(sdk.responses.create, model=model, input=PROMPT, extra_body=xargs),
+    ]
+    for call in calls:
+        with pytest.raises(openai.BadRequestError, match=f'raise RuntimeError."{text}"') as refused:
+            call()
+        assert refused.value.status_code == 400
+        with pytest.raises(openai.APIError, match=f"FailsAtThird raised RuntimeError: {text}"):
+            list(call(stream=True))
+
+
+def test_each_api_key_is_a_tenant(served: tuple[str, Server], client: Client) -> None:
+    """Two tenants share no instance of a class, also if one of them claims to be the other."""
+    processor = CountsForItself.to_str()
+    assert generate(client, tokens=2, processor=processor) == [FIRST, FIRST + 1]
+    with Client(served[0], api_key=KEYS[1], timeout=300) as other:
+        assert generate(other, tokens=2, processor=processor) == [FIRST, FIRST + 1]
+    if served[1].scheduling:
+        xargs = {"custom_logit_processor": processor, "logitship_tenant": tenant_of(KEYS[1].encode())}
+        body = {"model": str(default_model_folder()), "prompt": PROMPT, "max_tokens": 1, "vllm_xargs": xargs}
+        headers = {"authorization": f"Bearer {KEYS[0]}"}
+        answer = httpx.post(
+            f"{served[0]}/v1/completions",
+            json={**body, "return_token_ids": True},
+            headers=headers,
+            timeout=300,
+        ).json()
+        assert answer["choices"][0]["token_ids"] == [FIRST + 2]
+
+
+def test_a_class_that_hangs_while_it_loads_delays_no_other_request(served: tuple[str, Server], client: Client) -> None:
+    with ThreadPoolExecutor() as pool:
+        hanging = pool.submit(generate, client, processor=HangsWhileMade)
+        answers = 0
+        while not hanging.done():
+            start = time.perf_counter()
+            assert httpx.get(f"{served[0]}/health", timeout=60).status_code == 200
+            assert time.perf_counter() - start < 1.5
+            generate(client, tokens=1)
+            answers += 1
+        with pytest.raises(BadRequestError, match="gave no answer within"):
+            hanging.result()
+    assert answers > 0
 
 
 def test_two_processors_in_a_batch(client: Client) -> None:
