@@ -242,7 +242,7 @@ def commands(options: argparse.Namespace, model: Path, folder: Path) -> Iterator
     yield command, {**environment, "SGLANG_PLUGINS": "none"}
     yield command, environment
     yield (*COMMAND, "--enable-custom-logit-processor", "--dtype", "float32", "--log-level", "error"), {}
-    yield vllm_with_plugin(options.vllm_python, model)
+    yield vllm_with_plugin(options.vllm_python, model, folder)
 
 
 def main() -> int:

@@ -175,8 +175,8 @@ def command(engine: str, model: Path, folder: Path, options: argparse.Namespace)
     if engine == "sglang":
         return sglang_with_plugin(options.sglang_python, model, folder)
     if engine == "vllm":
-        return vllm_with_plugin(options.vllm_python, model, "--no-async-scheduling")
-    line, environment = vllm_with_plugin(options.vllm_python, model)
+        return vllm_with_plugin(options.vllm_python, model, folder, "--no-async-scheduling")
+    line, environment = vllm_with_plugin(options.vllm_python, model, folder)
     enables_it = ROOT / "tests" / "end_to_end" / "vllm_async"  # on a CPU
     return line, environment | {"PYTHONPATH": os.pathsep.join((environment["PYTHONPATH"], str(enables_it)))}
 

@@ -35,19 +35,25 @@ def sglang_with_plugin(python: str, model: Path, folder: Path, *flags: str) -> t
     return command, {**environment, "SGLANG_PLUGINS": "logitship", "PYTHONPATH": path}
 
 
-def vllm_with_plugin(python: str, model: Path, *flags: str) -> tuple[list[str], dict[str, str]]:
-    """Return the command that serves the model with vLLM and the plugin, and its environment."""
+def vllm_with_plugin(python: str, model: Path, folder: Path, *flags: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command that serves the model with vLLM and the plugin, and its environment.
+
+    Args:
+        folder: as `add_distribution` filled it.
+    """
     more = "--dtype float32 --max-model-len 1024 --enforce-eager --logits-processors"
     command = [python, "-m", "vllm.entrypoints.cli.main", "serve", str(model), *more.split()]
-    environment = {"PYTHONPATH": str(ROOT / "src"), "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    path = os.pathsep.join((str(ROOT / "src"), str(folder)))
+    environment = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR": "1"}
     return [*command, "logitship.server.vllm:LogitshipLogitsProcessor", *flags], environment
 
 
 def add_distribution(folder: Path) -> None:
-    """Write what `pip install` writes, so that SGLang finds the plugin of a logitship on `PYTHONPATH`."""
+    """Write what `pip install` writes, so that SGLang and vLLM find the plugins of a logitship on `PYTHONPATH`."""
     metadata = folder / "logitship-0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: logitship\nVersion: 0\n")
-    entry_point = "logitship = logitship_sglang:load"
-    (metadata / "entry_points.txt").write_text(f"[sglang.srt.plugins]\n{entry_point}\n")
+    sglang, vllm = "logitship = logitship_sglang:load", "logitship = logitship_vllm:load"
+    entry_points = f"[sglang.srt.plugins]\n{sglang}\n[vllm.general_plugins]\n{vllm}\n"
+    (metadata / "entry_points.txt").write_text(entry_points)
