@@ -113,7 +113,12 @@ def _isolation(text: str) -> str:
     return text
 
 
-def _count(text: str) -> int:
+def read_count(text: str) -> int:
+    """Read the value of a variable that is a number of things.
+
+    Raises:
+        ValueError: it is none, or less than 1.
+    """
     if not text.isdecimal() or int(text) < 1:
         raise ValueError("must be an integer, 1 or greater")
     return int(text)
@@ -144,9 +149,9 @@ def _trees(text: str) -> dict[str, str]:
 
 SHARED_READERS: Mapping[str, Callable[[str], Any]] = {
     "processor_isolation": _isolation,
-    "max_processor_size": _count,
-    "max_sandboxes": _count,
-    "sandbox_memory": _count,
+    "max_processor_size": read_count,
+    "max_sandboxes": read_count,
+    "sandbox_memory": read_count,
     "sandbox_cpu_time": _seconds,
     "sandbox_step_timeout": _seconds,
     "sandbox_first_step_timeout": _seconds,

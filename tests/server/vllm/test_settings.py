@@ -47,6 +47,8 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "LOGITSHIP_VLLM_SANDBOX_LOAD_TIMEOUT": " 2 ",
             "LOGITSHIP_VLLM_ALLOW_PROCESSOR": str(tmp_path / "allowed"),
             "LOGITSHIP_VLLM_TREE": "a=/x.json, b=/y=z.json",
+            "LOGITSHIP_VLLM_TENANT_HEADER": "x-tenant",
+            "LOGITSHIP_VLLM_NUM_TENANTS": "3",
         }
     )
     assert settings == VllmSettings(
@@ -61,6 +63,8 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         sandbox_load_timeout=2.0,
         allow_processor=str(tmp_path / "allowed"),
         tree={"a": "/x.json", "b": "/y=z.json"},
+        tenant_header="x-tenant",
+        num_tenants=3,
     )
     assert settings.allowed_digests == {digest}
 
