@@ -31,8 +31,8 @@ import torch
 
 from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor
 from logitship.client.serialization.processor_string import PYTHON
+from logitship.server.api_keys import tenant_of
 from logitship.server.model.default_model import default_model_folder
-from logitship.server.tenants import tenant_of
 
 from .history_processors import CountsCalls, HashesHistory, history_token
 from .sglang_server import add_distribution
@@ -355,7 +355,7 @@ def test_each_api_key_is_a_tenant(served: tuple[str, Server], client: Client) ->
     with Client(served[0], api_key=KEYS[1], timeout=300) as other:
         assert generate(other, tokens=2, processor=processor) == [FIRST, FIRST + 1]
     if served[1].scheduling:
-        xargs = {"custom_logit_processor": processor, "logitship_tenant": tenant_of(KEYS[1].encode())}
+        xargs = {"custom_logit_processor": processor, "logitship_tenant": tenant_of(KEYS[1])}
         body = {"model": str(default_model_folder()), "prompt": PROMPT, "max_tokens": 1, "vllm_xargs": xargs}
         headers = {"authorization": f"Bearer {KEYS[0]}"}
         answer = httpx.post(

@@ -14,9 +14,9 @@ from starlette.testclient import TestClient
 
 import logitship_vllm
 from logitship.client.http.vllm_handshake import PROBE, PluginInfo
+from logitship.server.api_keys import tenant_of
 from logitship.server.runtime.hook_target import HookTarget
 from logitship.server.runtime.plugin_processors import PluginProcessors
-from logitship.server.tenants import tenant_of
 from logitship.server.vllm import front_end_hooks, params_validation
 from logitship.server.vllm.request_tenant import current_tenant, read_tenant
 from tests.server.vllm.conftest import MakeParams
@@ -151,7 +151,7 @@ def test_other_requests_do_not_wait_for_a_load(
 
 
 def test_each_api_key_is_a_tenant(llm: Any, vllm_params: MakeParams, processor_string: str) -> None:
-    """What a client sends instead is overwritten. Paths without a key have no tenant."""
+    """A tenant that a client sends is overwritten. Paths without a key have no tenant."""
     middleware = sys.modules["vllm.entrypoints.serve.middleware.authenticate"].AuthenticationMiddleware()
 
     async def serve(key: str | None, forged: str) -> None:
@@ -161,7 +161,7 @@ def test_each_api_key_is_a_tenant(llm: Any, vllm_params: MakeParams, processor_s
         await llm.add_request("1", "", params)
 
     async def run() -> None:
-        first, second = tenant_of(b"k1"), tenant_of(b"k2")
+        first, second = tenant_of("k1"), tenant_of("k2")
         for key in ("k1", "k2", "k1", None, "wrong"):
             await asyncio.create_task(serve(key, second if key == "k1" else first))
         assert [tenant for _, tenant in llm.added] == [first, second, first, "", ""]
@@ -180,7 +180,7 @@ def test_gateway_names_the_tenants(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with TestClient(app) as client:
         answers = [client.get("/", headers=headers).json() for headers in ({"x-tenant": "a"}, {"x-tenant": "b"}, {})]
-    assert answers == [tenant_of(b"a"), tenant_of(b"b"), ""]
+    assert answers == [tenant_of("a"), tenant_of("b"), ""]
 
 
 def test_refusals_are_errors_of_vllm(llm: Any, vllm_params: MakeParams) -> None:
