@@ -36,7 +36,7 @@ MAX_STEP = 1.0
 MEMORY = 16
 """Number of steps for which other requests are remembered: an engine may compute prompts in steps of their own."""
 _MAX_KNOWN = 4096
-"""Number of classes that are remembered as too slow."""
+"""Number of classes that are remembered as too slow, and of tenants before some are forgotten."""
 
 
 @dataclass
@@ -80,6 +80,8 @@ class Allowances(DeferredCalls):
         self._step_ended: float | None = None
         self._wait_began = 0.0
         self._tenants: dict[str, _Bucket] = {}
+        self._most_tenants = _MAX_KNOWN
+        """Number of tenants at which those with a full allowance are forgotten."""
         self._requests: dict[str, _Bucket] = {}
         self._starts: dict[str, float] = {}
         """Allowances of new requests with classes that were too slow, by the name of the processor."""
@@ -196,6 +198,10 @@ class Allowances(DeferredCalls):
         return self._requests[use.rid]
 
     def _tenant(self, tenant: str) -> _Bucket:
+        if tenant not in self._tenants and len(self._tenants) >= self._most_tenants:
+            # A full one is like that of a new tenant.
+            self._tenants = {name: each for name, each in self._tenants.items() if self._filled(each) < BURST}
+            self._most_tenants = max(_MAX_KNOWN, 2 * len(self._tenants))
         return self._tenants.setdefault(tenant, _Bucket(BURST, self._growth))
 
     def _filled(self, bucket: _Bucket) -> float:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from logitship.server.runtime import allowances
 from logitship.server.runtime.allowances import BURST, MEMORY, MIN_NEW, MIN_START, Allowances
 
 
@@ -20,8 +21,8 @@ class Clock:
 class FakeGroup:
     """A call of one processor for some requests."""
 
-    def __init__(self, *rids: str, name: str = "sha256:a") -> None:
-        self.processor: Any = SimpleNamespace(tenant="", group_name=f"/{name}", digest=name, name="Slow")
+    def __init__(self, *rids: str, name: str = "sha256:a", tenant: str = "") -> None:
+        self.processor: Any = SimpleNamespace(tenant=tenant, group_name=f"/{name}", digest=name, name="Slow")
         self.members = [SimpleNamespace(rid=rid, processor=self.processor, name="Slow") for rid in rids]
         self.rows = [*range(len(rids))]
 
@@ -114,3 +115,15 @@ def test_ended_request_is_forgotten() -> None:
     steps.call(FakeGroup("a"), 0.01)
     steps.allowances.drop("a")
     assert not steps.allowances._requests
+
+
+def test_tenants_with_a_full_allowance_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gateway may name any number of tenants."""
+    monkeypatch.setattr(allowances, "_MAX_KNOWN", 3)
+    steps = Steps()
+    slow = FakeGroup("slow", tenant="slow")
+    for number in range(100):
+        steps.call(slow, 0.1)
+        steps.call(FakeGroup(str(number), name=str(number), tenant=str(number)), 0.0)
+    assert len(steps.allowances._tenants) <= 4
+    assert steps.allowances._tenants["slow"].left < BURST / 2
