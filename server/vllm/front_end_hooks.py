@@ -11,6 +11,7 @@ from logitship.server.runtime.hook_target import HookTarget, check_targets
 
 from .fault_texts import readable, take_fault
 from .params_validation import check, checked, concerns, prepare
+from .request_body import read_json
 from .request_tenant import set_tenant, tenant_of_key
 from .settings import VllmSettings
 
@@ -43,7 +44,7 @@ def _wrap(targets: Sequence[HookTarget]) -> None:
 def start(init: Function, llm: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Start the sandboxes with the engine, and wrap functions of the HTTP server."""
     header = VllmSettings.from_environment().tenant_header
-    _wrap([RESPONSES, KEY if header is None else _named_by(header)])
+    _wrap([BODY, RESPONSES, KEY if header is None else _named_by(header)])
     init(llm, vllm_config, *args, **kwargs)
     prepare(vllm_config)
 
@@ -174,6 +175,8 @@ TARGETS = (
         generate,
     ),
 )
+BODY = HookTarget("starlette.requests.Request.json", [], read_json)
+"""Finds processors in bodies. Wrapped, like the following ones, only where vLLM serves HTTP."""
 RESPONSES = HookTarget(
     "vllm.entrypoints.openai.responses.serving.OpenAIServingResponses.responses_stream_generator",
     [

@@ -348,6 +348,30 @@ def test_faults_on_all_routes_of_vllm(served: tuple[str, Server]) -> None:
             list(call(stream=True))
 
 
+def test_processor_in_the_body(served: tuple[str, Server]) -> None:
+    """As objects, as SGLang's and logitship's own requests have them. What vLLM would drop is refused."""
+    if not served[1].scheduling:
+        pytest.skip("logitship's own server has other tests")
+    processor = json.loads(STRINGS["ForceToken"])
+    fields = {"model": str(default_model_folder()), "max_tokens": 4, "temperature": 0}
+    fields |= {"custom_logit_processor": processor, "custom_params": {"token_id": 1234}}
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+
+    def post(route: str, **more: Any) -> httpx.Response:
+        return httpx.post(f"{served[0]}{route}", json={**fields, **more}, headers=headers, timeout=300)
+
+    messages = [{"role": "user", "content": PROMPT}]
+    text = post("/v1/completions", prompt=PROMPT).json()["choices"][0]["text"]
+    assert text
+    assert post("/v1/chat/completions", messages=messages).json()["choices"][0]["message"]["content"] == text
+    assert post("/v1/responses", input=PROMPT, max_output_tokens=4).json()["output"][0]["content"][0]["text"] == text
+    assert post("/v1/messages", messages=messages).json()["content"][0]["text"] == text
+    beams = post("/v1/completions", prompt=PROMPT, use_beam_search=True, n=2)
+    assert (beams.status_code, "calls no processors in a beam search" in beams.text) == (400, True)
+    rendered = post("/tokenize", prompt=PROMPT)
+    assert (rendered.status_code, "on the route /tokenize" in rendered.text) == (400, True)
+
+
 def test_each_api_key_is_a_tenant(served: tuple[str, Server], client: Client) -> None:
     """Two tenants share no instance of a class, also if one of them claims to be the other."""
     processor = CountsForItself.to_str()

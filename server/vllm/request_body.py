@@ -1,0 +1,66 @@
+"""The processors in the JSON body of an HTTP request to vLLM, wherever they stand: moved to `vllm_xargs`, or refused.
+
+vLLM drops fields that a route does not know, and so the processors of requests that are written for SGLang or for
+logitship's own server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from logitship.server.runtime.request_fields import PARAMS, PROCESSOR, PROCESSORS
+
+_XARGS = "vllm_xargs"
+_ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
+"""Routes that pass `vllm_xargs` on. vLLM may be served below another path."""
+
+
+async def read_json(json: Callable[..., Any], request: Any) -> Any:
+    """Parse the body of a request. A hook around Starlette's method.
+
+    Raises:
+        HTTPException: the request cannot have processors, with status 400.
+    """
+    from fastapi import HTTPException
+
+    body = await json(request)
+    if isinstance(body, dict):
+        try:
+            move_processors(body, request.scope["path"])
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from None
+    return body
+
+
+def move_processors(body: dict[str, Any], path: str) -> None:
+    """Move the processors of a request to `vllm_xargs`, as JSON text, in place. Does nothing the second time.
+
+    Args:
+        body: the request.
+        path: its route.
+
+    Raises:
+        ValueError: it has processors twice, or the route or a beam search would drop them.
+    """
+    xargs = body.get(_XARGS) or {}
+    if not isinstance(xargs, dict):
+        return  # vLLM refuses it
+    fields = [name for name in (PROCESSOR, PROCESSORS) if body.get(name) is not None or xargs.get(name) is not None]
+    if not fields:
+        return
+    if not path.endswith(_ROUTES):
+        raise ValueError(f"{fields[0]}: vLLM calls no processors on the route {path}; leave it out")
+    if body.get("use_beam_search"):
+        raise ValueError(f"{fields[0]}: vLLM calls no processors in a beam search; leave out one of the two")
+    moved = dict(xargs)
+    for name in (PROCESSOR, PROCESSORS, PARAMS):
+        value = body.pop(name, None)
+        if value is not None and xargs.get(name) is not None:
+            raise ValueError(f"{name}: give either this or {_XARGS}.{name}, not both")
+        value = xargs.get(name) if value is None else value
+        if value is not None:
+            moved[name] = value if isinstance(value, str) else orjson.dumps(value).decode()
+    body[_XARGS] = moved

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from typing import Any
+
+import pytest
+from fastapi import HTTPException
+
+from logitship.server.vllm.request_body import move_processors, read_json
+
+STRING = {"name": "disallowed_tokens"}
+TEXT = json.dumps(STRING, separators=(",", ":"))
+SEVERAL = [{"processor": STRING, "params": {"token_ids": [1]}}]
+
+
+@pytest.mark.parametrize(
+    ("body", "xargs"),
+    [
+        ({"custom_logit_processor": TEXT, "custom_params": {"a": 1}}, {"custom_params": '{"a":1}'}),
+        ({"custom_logit_processor": STRING}, {}),
+        ({"vllm_xargs": {"custom_logit_processor": STRING, "other": 5}}, {"other": 5}),
+        ({"vllm_xargs": {"custom_logit_processor": TEXT}, "custom_params": {}}, {"custom_params": "{}"}),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/below/v1/chat/completions", "/v1/responses", "/v1/messages"])
+def test_processor_is_moved(body: dict[str, Any], xargs: dict[str, Any], path: str) -> None:
+    body = copy.deepcopy(body)
+    for _ in range(2):
+        move_processors(body, path)
+        assert body == {"vllm_xargs": {**xargs, "custom_logit_processor": TEXT}}
+
+
+def test_list_is_moved() -> None:
+    body = {"logits_processors": SEVERAL, "model": "m", "custom_params": None}
+    move_processors(body, "/v1/completions")
+    assert json.loads(body.pop("vllm_xargs")["logits_processors"]) == SEVERAL  # type: ignore[index, call-overload]
+    assert body == {"model": "m"}
+
+
+@pytest.mark.parametrize("body", [{}, {"custom_params": {"a": 1}}, {"vllm_xargs": {"a": 1}}, {"vllm_xargs": "a"}])
+def test_other_requests_stay_as_they_are(body: dict[str, Any]) -> None:
+    before = copy.deepcopy(body)
+    move_processors(body, "/v1/embeddings")
+    assert body == before
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "message"),
+    [
+        ({"custom_logit_processor": TEXT}, "/v1/embeddings", "no processors on the route /v1/embeddings"),
+        ({"vllm_xargs": {"logits_processors": "[]"}}, "/score", "logits_processors: vLLM calls no processors on"),
+        ({"custom_logit_processor": TEXT, "use_beam_search": True}, "/v1/completions", "in a beam search"),
+        (
+            {"custom_logit_processor": TEXT, "vllm_xargs": {"custom_logit_processor": TEXT}},
+            "/v1/completions",
+            "give either this or vllm_xargs.custom_logit_processor",
+        ),
+    ],
+)
+def test_requests_whose_processors_would_be_dropped_are_refused(body: dict[str, Any], path: str, message: str) -> None:
+    class Request:
+        scope = {"path": path}  # noqa: RUF012  # a fake
+
+    async def parse(request: Request) -> dict[str, Any]:
+        return body
+
+    with pytest.raises(HTTPException, match=message) as refused:
+        asyncio.run(read_json(parse, Request()))
+    assert refused.value.status_code == 400
