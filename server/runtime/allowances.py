@@ -36,7 +36,7 @@ MAX_STEP = 1.0
 MEMORY = 16
 """Number of steps for which other requests are remembered: an engine may compute prompts in steps of their own."""
 _MAX_KNOWN = 4096
-"""Number of classes that are remembered as too slow, and of tenants before some are forgotten."""
+"""Number of classes that are remembered as too slow, and of tenants before some are dropped."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Allowances(DeferredCalls):
         self._wait_began = 0.0
         self._tenants: dict[str, _Bucket] = {}
         self._most_tenants = _MAX_KNOWN
-        """Number of tenants at which those with a full allowance are forgotten."""
+        """Number of tenants at which those with a full allowance are dropped."""
         self._requests: dict[str, _Bucket] = {}
         self._starts: dict[str, float] = {}
         """Allowances of new requests with classes that were too slow, by the name of the processor."""

@@ -110,7 +110,7 @@ class PluginProcessors:
                 executor,
                 max_entries=max_entries,
                 max_bytes=ServerConfig.processor_cache_bytes,
-                num_tenants=settings.num_tenants,
+                num_tenants=max(settings.num_tenants, settings.num_keys),
             ),
             InProcessExecutor(SGLANG_NAMES, model),
             model,

@@ -45,6 +45,8 @@ class PluginSettings:
     """Share of the engine's own time that its steps wait for late processors, see `Allowances`."""
     allow_processor: str | None = None
     """A file with the digests of the only shipped processors that may run. None: any may."""
+    num_tenants: int = 1
+    """Number of API keys, or of tenants of a gateway: each can load a processor, whatever the others have loaded."""
     audit_log: str | None = None
     """A file that gets a line for each request with processors that ends, see `AuditLog`. None: no file."""
     tree: Mapping[str, str] | None = None
@@ -76,9 +78,9 @@ class PluginSettings:
         return settings
 
     @property
-    def num_tenants(self) -> int:
-        """Number of tenants that may load processors."""
-        return 1
+    def num_keys(self) -> int:
+        """Number of API keys that the settings have."""
+        return 0
 
     @property
     def shipping_is_off(self) -> str | None:
@@ -113,7 +115,7 @@ def _isolation(text: str) -> str:
     return text
 
 
-def read_count(text: str) -> int:
+def _count(text: str) -> int:
     """Read the value of a variable that is a number of things.
 
     Raises:
@@ -149,14 +151,15 @@ def _trees(text: str) -> dict[str, str]:
 
 SHARED_READERS: Mapping[str, Callable[[str], Any]] = {
     "processor_isolation": _isolation,
-    "max_processor_size": read_count,
-    "max_sandboxes": read_count,
-    "sandbox_memory": read_count,
+    "max_processor_size": _count,
+    "max_sandboxes": _count,
+    "sandbox_memory": _count,
     "sandbox_cpu_time": _seconds,
     "sandbox_step_timeout": _seconds,
     "sandbox_first_step_timeout": _seconds,
     "step_share": _positive,
     "sandbox_load_timeout": _seconds,
+    "num_tenants": _count,
     "allow_processor": str,
     "audit_log": str,
     "tree": _trees,

@@ -32,6 +32,6 @@ class SglangSettings(PluginSettings):
     """Header in which a trusted gateway names the tenant of a request. None: each key is a tenant."""
 
     @property
-    def num_tenants(self) -> int:
-        """Number of tenants that may load processors."""
-        return max(1, len({*self.shipping_api_key}))
+    def num_keys(self) -> int:
+        """Number of keys that may ship code."""
+        return len({*self.shipping_api_key})

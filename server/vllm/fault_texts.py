@@ -65,11 +65,11 @@ def take_fault(output: Any) -> str | None:
     Args:
         output: vLLM's `EngineCoreOutput`.
     """
-    carried = getattr(output, _CARRIER)
-    if carried is None or carried.dtype != torch.uint8:
+    attached = getattr(output, _CARRIER)
+    if attached is None or attached.dtype != torch.uint8:
         return None
     setattr(output, _CARRIER, None)
-    return bytes(carried.tolist()).decode()
+    return bytes(attached.tolist()).decode()
 
 
 def readable(text: str) -> str:

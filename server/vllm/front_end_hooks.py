@@ -68,7 +68,7 @@ def process_outputs(process: Function, processor: Any, outputs: Sequence[Any], *
     for output in outputs:
         text = take_fault(output)
         if text is not None and output.finish_reason is not None:
-            output.finish_reason = type(output.finish_reason)["ERROR"]
+            output.finish_reason = type(output.finish_reason).ERROR
             output.stop_reason, output.new_token_ids, output.new_logprobs = text, [], None
     return process(processor, outputs, *args, **kwargs)
 

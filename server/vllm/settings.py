@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from logitship.server.runtime.plugin_settings import SHARED_READERS, PluginSettings, read_count, read_switch
+from logitship.server.runtime.plugin_settings import SHARED_READERS, PluginSettings, read_switch
 
 logger = logging.getLogger("vllm.logitship")
 """A child of vLLM's logger, the only one that `vllm serve` prints."""
@@ -19,7 +19,6 @@ class VllmSettings(PluginSettings):
     readers = {  # noqa: RUF012  # declared in the base
         "enable_custom_logit_processor": read_switch,
         "tenant_header": str,
-        "num_tenants": read_count,
         **SHARED_READERS,
     }
 
@@ -27,8 +26,6 @@ class VllmSettings(PluginSettings):
     """Requests may ship code. Otherwise only the built-in processors run, by name."""
     tenant_header: str | None = None
     """Header in which a trusted gateway names the tenant of a request. None: each of vLLM's API keys is a tenant."""
-    num_tenants: int = 1
-    """Number of API keys, or of tenants of the gateway: each can load a processor, whatever the others have loaded."""
 
     @property
     def shipping_is_off(self) -> str | None:

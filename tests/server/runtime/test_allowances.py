@@ -117,7 +117,7 @@ def test_ended_request_is_forgotten() -> None:
     assert not steps.allowances._requests
 
 
-def test_tenants_with_a_full_allowance_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenants_with_a_full_allowance_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A gateway may name any number of tenants."""
     monkeypatch.setattr(allowances, "_MAX_KNOWN", 3)
     steps = Steps()

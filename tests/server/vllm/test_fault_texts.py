@@ -56,9 +56,9 @@ def test_texts_are_attached_to_rows_that_end(is_async: bool) -> None:
     assert take_fault(SimpleNamespace(prompt_token_id_logprobs=attached["c"])) is None
 
 
-def core_output(carried: torch.Tensor | None, finish_reason: FinishReason | None) -> Any:
+def core_output(attached: torch.Tensor | None, finish_reason: FinishReason | None) -> Any:
     return SimpleNamespace(
-        prompt_token_id_logprobs=carried,
+        prompt_token_id_logprobs=attached,
         finish_reason=finish_reason,
         stop_reason=FAULT_TOKEN,
         new_token_ids=[FAULT_TOKEN],
