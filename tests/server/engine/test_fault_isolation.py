@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.client.serialization.processor_string import InstalledProcessor, SourceProcessor
+from logitship.sampler.edits.edit_operations import num_touched
 from logitship.sampler.edits.merged_edits import _Target, apply_separately
 from logitship.sampler.processors import processor_groups
 from logitship.sampler.processors.processor_groups import ProcessorGroup
@@ -23,6 +25,7 @@ from logitship.sampler.sandbox.sandbox_run import SandboxRun
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.requests.messages import GenerationRequest, ProcessorRequest, RequestError
 from logitship.server.tokenizer import Tokenizer
+from tests.helpers.clock import Clock
 
 BuildEngine = Callable[..., AsyncEngine]
 
@@ -332,14 +335,18 @@ def test_classes_that_sleep_delay_no_request_of_others(make_engine: BuildEngine)
 def test_time_to_apply_edits_is_charged_to_the_tenants_whose_edits_they_are(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(*args: Any) -> dict[int, Exception]:
-        time.sleep(0.02)
-        return apply_separately(*args)
+    """On a clock on which applying an edit takes 10 ms for each logit. The calls themselves take less."""
+    clock = Clock()
+
+    def slow(logits: torch.Tensor, groups: Sequence[tuple[Sequence[int], Any]]) -> dict[int, Exception]:
+        clock.now += 0.01 * sum(num_touched(edits, logits.shape[-1]) for _, edits in groups)
+        return apply_separately(logits, groups)
 
     monkeypatch.setattr(processor_groups, "apply_separately", slow)
+    monkeypatch.setattr(processor_groups, "time", SimpleNamespace(perf_counter=clock))
     engine = make_engine(**SETTINGS)
     run(engine, [request("a", "dear", [ban(*range(40, 100))]), request("b", "cheap", [ban(41)]), request("c", "none")])
     seconds = engine.stats().tenant_step_seconds
-    assert seconds["dear"] > 24 * 0.02 * 0.9
+    assert seconds["dear"] > 24 * 60 * 0.01 * 0.9
     assert seconds["cheap"] < seconds["dear"] / 4
     assert "none" not in seconds
