@@ -59,12 +59,10 @@ class ScheduledRequest:
     Attributes:
         req: SGLang's `Req`; weak, because SGLang's requests die by their reference count.
         sampled: what SGLang sampled in the step in which the processors were called last.
-        requested: its processors, once they are parsed.
     """
 
     req: weakref.ReferenceType[Any]
     sampled: SampledRow | None = None
-    requested: Sequence[ProcessorRequest] | None = None
 
     @property
     def is_finished(self) -> bool:
@@ -288,9 +286,8 @@ class SglangSeat:
     def processors_of(self, request: TrackedRequest) -> Sequence[ProcessorRequest]:
         """See `EngineSeat.processors_of`."""
         req = request.record.req()
-        record: ScheduledRequest = request.record
-        if record.requested is not None:
-            return record.requested
+        if request.requested:
+            return request.requested
         custom_params = req.sampling_params.custom_params
         if isinstance(custom_params, dict):
             custom_params = {key: value for key, value in custom_params.items() if key != "__req__"}
@@ -298,8 +295,8 @@ class SglangSeat:
             raise ValueError(BEAM_SEARCH)
         _, string = read_mark(req.custom_logit_processor)
         max_size = self._worker.settings.max_processor_size
-        record.requested = with_params(read_processors(string, max_size), custom_params)
-        return record.requested
+        request.requested = with_params(read_processors(string, max_size), custom_params)
+        return request.requested
 
     def sampling_params_of(self, request: TrackedRequest, uses: Sequence[ProcessorUse]) -> SamplingParams:
         """See `EngineSeat.sampling_params_of`."""
