@@ -87,6 +87,7 @@ THOROUGH = (
 long for what they cover."""
 SLOW = (
     "builtin_processors/test_composition.py",
+    "builtin_processors/test_zoo_originals.py",
     "sampler/ops/test_exact_sampling.py",
     "sampler/sandbox",
     "sandbox",
@@ -94,10 +95,13 @@ SLOW = (
     "server/dev/test_dev_command.py",
     "server/dev/test_session.py",
     "server/engine/test_deferred_calls.py",
+    "server/engine/test_failed_thread_starts.py",
+    "server/engine/test_fault_isolation.py",
     "server/engine/test_forced_tokens.py",
     "server/engine/test_speculative_decoding.py",
     "server/http/test_documentation.py",
     "server/http/test_fuzz.py",
+    "server/http/test_json_whitespace.py",
     "server/http/test_logits_processors.py",
     "server/http/test_real_engine.py",
     "server/model/test_deterministic.py",

@@ -107,6 +107,7 @@ def of_transformers(model: Any, make: Callable[[], Any], prompt: list[int]) -> l
     return list(generated[0, len(prompt) :].tolist())
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_transformers(llm: LLM, unserved_model: LoadedModel) -> None:
     for make in PROCESSORS.values():
         params = SamplingParams(

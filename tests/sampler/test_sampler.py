@@ -234,6 +234,7 @@ def change_batch(rng: random.Random, batch: list[Request], vocab_size: int) -> B
     return BatchUpdate(len(batch), removed, added, moved)
 
 
+@pytest.mark.slow
 @random_seeds(8)
 def test_rows_are_batch_invariant(seed: int) -> None:
     """In random schedules, each row equals a fresh batch of one bit for bit."""
@@ -255,6 +256,7 @@ def test_rows_are_batch_invariant(seed: int) -> None:
             output.append(result.token_ids[row])
 
 
+@pytest.mark.slow
 @random_seeds(4)
 def test_subsets_of_rows_are_batch_invariant(seed: int) -> None:
     """As in speculative decoding: fewer rows at each position, with outputs that grow in between."""

@@ -148,6 +148,7 @@ VALUES: list[Any] = [None, True, False, 0, 1, 1.5, 2, 3, "", "a", "ab", [], [1],
 VALUES += [{"a": None}, {"b": "a"}, {"a": "a", "b": 1}, {"a": [1]}]
 
 
+@pytest.mark.slow
 def test_no_value_matches_two_branches_that_exclude_each_other() -> None:
     source = random.Random(11)
     exclusive = 0

@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from logitship.sampler.batch.persistent_batch import PersistentBatch
@@ -83,6 +84,7 @@ def added(row: int, number: int, prompt: list[int], output: list[int]) -> Any:
     return row, SamplingParams(extra_args={"number": number}), prompt, output
 
 
+@pytest.mark.slow
 @random_seeds(5, shares_fixtures=True)
 def test_slots_and_tokens_follow_a_random_batch(seed: int, new_request: Callable[..., Any]) -> None:
     """Compared with the batch itself; some requests make the processor fail, and some steps call it for a part."""

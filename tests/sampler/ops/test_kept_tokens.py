@@ -13,6 +13,7 @@ from tests.helpers.random_cases import random_seeds
 KeepBySorting = Callable[[torch.Tensor, torch.Tensor, int, float], dict[int, int]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab_size", [1, 2, 5, 63, 700])
 @random_seeds(4)
 def test_kept_tokens_match_sorting(vocab_size: int, seed: int, keep_by_sorting: KeepBySorting) -> None:

@@ -93,6 +93,7 @@ def test_sample_from_all_with_large_buckets(name: str, sample_by_sorting: Sample
             assert sample_from_all(logits, weights, top_k, top_p, number) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [64, 512])
 @random_seeds(4)
 def test_candidates_agree_with_whole_vocabulary(width: int, seed: int) -> None:
@@ -153,6 +154,7 @@ def test_top_p_keeps_lower_ids_of_tie() -> None:
     assert kept([0.0, 0.0, 0.0, 0.0], 0, 0.51) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_top_p_is_relative_to_top_k() -> None:
     # Probabilities 8, 4, 2, 1, 1 of 16; after top-k 2 they are 8, 4 of 12.
     logits = torch.tensor([8.0, 4.0, 2.0, 1.0, 1.0]).log().tolist()

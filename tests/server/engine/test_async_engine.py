@@ -81,6 +81,7 @@ def test_greedy_output_equals_transformers(
     assert [result.token_ids for result in run(generate_together(engine, wanted))] == expected
 
 
+@pytest.mark.slow
 def test_tokens_do_not_depend_on_batch_composition(make_engine: BuildEngine) -> None:
     def wanted(number: int) -> GenerationRequest:
         processors: tuple[tuple[ProcessorString, dict[str, Any] | None], ...] = ()

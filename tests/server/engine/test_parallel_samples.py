@@ -147,6 +147,7 @@ def test_batched_prompts_are_shared_separately(make_engine: BuildEngine, prompt_
     ]
 
 
+@pytest.mark.slow
 def test_continuation_does_not_depend_on_n(make_engine: BuildEngine) -> None:
     rng = random.Random(0)
     engine = make_engine(max_num_seqs=3)
@@ -177,6 +178,7 @@ STATEFUL = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processor", STATEFUL)
 def test_continuations_have_separate_state(make_engine: BuildEngine, processor: Any) -> None:
     engine = make_engine(max_num_seqs=3, logits_processor_pattern=".*")

@@ -30,8 +30,11 @@ Test = TypeVar("Test", bound=Callable[..., None])
 
 
 def on(engines: tuple[type[FakeEngine], ...]) -> Callable[[Test], Test]:
-    """Run a test on each of these engines."""
-    return pytest.mark.parametrize("engine", engines, ids=lambda each: each.__name__)
+    """Run a test on each of these engines. The whole own engine is no fake: `--fast` leaves it out."""
+    params = [
+        pytest.param(each, id=each.__name__, marks=[pytest.mark.slow] * issubclass(each, Own)) for each in engines
+    ]
+    return pytest.mark.parametrize("engine", params)
 
 
 def random_jobs(seed: int, count: int) -> list[Job]:

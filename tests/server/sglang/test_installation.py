@@ -242,6 +242,7 @@ class TokenizerManager:
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", BROKEN)
 def test_nothing_is_unpickled_if_a_module_cannot_be_imported(broken: str, tmp_path: Path) -> None:
     """SGLang logs the error and starts: nothing that logitship needs for running may be needed for refusing."""

@@ -105,6 +105,7 @@ def test_weak_containers_are_sent_with_what_is_alive() -> None:
     assert _loaded(UsesWeakContainers)()(torch.zeros(1)).tolist() == [6.0]
 
 
+@pytest.mark.slow
 def test_single_dispatch_loads_where_the_author_is_unknown() -> None:
     code = (
         "import sys, types, dill, torch\n"
