@@ -67,7 +67,7 @@ class _BegunLoad:
 
     Attributes:
         outcome: the processor or the error; None until it is known.
-        until: time until which `load` may take it.
+        until: time until which `load` may take it. Its request may have been aborted.
     """
 
     outcome: Outcome | None = None
@@ -202,15 +202,18 @@ class PluginProcessors:
                 return False
             load = _BegunLoad()
             try:
-                self._queue.begin(string, tenant, partial(setattr, load, "outcome"))
+                self._queue.begin(string, tenant, partial(self._deliver, load))
             except LoadQueueFull:
                 return True
             except ProcessorLoadError as error:
-                load.outcome = error
+                self._deliver(load, error)
             self._begun[key] = load
-        if load.outcome is not None and load.until == math.inf:
-            load.until = self._clock() + _KEPT
         return load.outcome is None
+
+    def _deliver(self, load: _BegunLoad, outcome: Outcome) -> None:
+        """Set the outcome of a load, in any thread."""
+        load.until = self._clock() + _KEPT
+        load.outcome = outcome
 
     def _release_begun(self, ends: Callable[[_BegunLoad], bool]) -> None:
         """Release the processors of some loads, and forget these."""

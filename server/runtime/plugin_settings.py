@@ -39,8 +39,8 @@ class PluginSettings:
     """CPU seconds that the calls of processors may take in a step."""
     sandbox_first_step_timeout: float = ServerConfig.sandbox_first_step_timeout
     """CPU seconds that the first call in a sandbox may take, instead."""
-    sandbox_load_timeout: float = 2.0
-    """CPU seconds that loading a processor may take. Shorter than the server's: other requests may wait."""
+    sandbox_load_timeout: float = ServerConfig.sandbox_load_timeout
+    """CPU seconds that loading a processor may take."""
     step_share: float = 0.2
     """Share of the engine's own time that its steps wait for late processors, see `Allowances`."""
     allow_processor: str | None = None

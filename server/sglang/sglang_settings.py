@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from logitship.server.config import ServerConfig
 from logitship.server.runtime.plugin_settings import SHARED_READERS, PluginSettings
 
 
@@ -24,8 +23,6 @@ class SglangSettings(PluginSettings):
     readers = {"shipping_api_key": _keys, "tenant_header": str, **SHARED_READERS}  # noqa: RUF012  # declared in the base
     secrets = frozenset({"shipping_api_key"})
 
-    sandbox_load_timeout: float = ServerConfig.sandbox_load_timeout
-    """CPU seconds that loading a processor may take. No other request waits."""
     shipping_api_key: Sequence[str] = field(default=(), repr=False)
     """Keys that may ship code. Empty: every client that may generate may also ship code."""
     tenant_header: str | None = None

@@ -56,7 +56,7 @@ async def add_request(
     if not concerns(params):
         return await add_request(llm, request_id, prompt, params, *args, **kwargs)
     try:
-        await check(llm.vllm_config, params)
+        await check(llm, params)
     except ValueError as error:
         raise _validation_error()(readable(str(error))) from error
     with checked(params):

@@ -11,10 +11,11 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from logitship.client.http.vllm_handshake import PluginInfo
+from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission
@@ -24,6 +25,7 @@ from .configuration import fault_token, model_view
 from .extra_args import asks_for_plugin_info, has_processors, read_processors, sampling_params
 from .request_tenant import current_tenant, write_tenant
 from .settings import VllmSettings, logger
+from .worker_loads import WorkerLoads
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class _FrontEnd:
     model: ModelView
     processors: PluginProcessors
     fault_token: int
+    worker_loads: WorkerLoads = field(default_factory=WorkerLoads)
 
     def read(self, params: Any) -> tuple[ProcessorRequest, ...]:
         """Parse the processors of a request.
@@ -93,16 +96,19 @@ def admit(params: Any) -> None:
     front_end.accept(params)
 
 
-async def check(vllm_config: Any, params: Any) -> None:
-    """Do the same in threads, for a request of `AsyncLLM`.
+async def check(llm: Any, params: Any) -> None:
+    """Do the same for a request of vLLM's `AsyncLLM` in threads, and wait until its workers have loaded the processors.
 
     Raises:
         ValueError: as `admit`.
     """
-    front_end = await asyncio.to_thread(_front_end, vllm_config)
+    front_end = await asyncio.to_thread(_front_end, llm.vllm_config)
     requested = await asyncio.to_thread(front_end.read, params)
-    await front_end.processors.check(requested, current_tenant())
+    tenant = current_tenant()
+    await front_end.processors.check(requested, tenant)
     front_end.accept(params)
+    digests = [each.string.digest for each in requested if not isinstance(each.string, InstalledProcessor)]
+    await front_end.worker_loads.wait(llm, params.extra_args, tenant, digests)
 
 
 @contextmanager

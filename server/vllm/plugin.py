@@ -17,6 +17,7 @@ from .fault_texts import missing_carrier, send_faults
 from .params_validation import admit
 from .settings import VllmSettings, logger
 from .tensor_parallel import TensorParallelRanks
+from .worker_loads import answer_front_ends
 
 
 class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM is not there when types are checked
@@ -40,10 +41,13 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
         settings = VllmSettings.from_environment()
         runner = _model_runner(vllm_config)
         max_rows = vllm_config.scheduler_config.max_num_seqs
-        worker = start_engine_worker(settings, model_view(vllm_config), TensorParallelRanks(), max_rows, logger)
+        worker = start_engine_worker(
+            settings, model_view(vllm_config), TensorParallelRanks(), max_rows, logger, loads_in_background=True
+        )
         scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
         logger.info("logitship runs in model runner V1, with %s scheduling", scheduling)
         self._seat = BatchSeat(worker, BatchRequests(runner))
+        answer_front_ends(self._seat.is_loading)
         send_faults(runner, self._seat.take_faults, self._seat.fault_token)
         self._begins_early = begins_early(vllm_config)
 

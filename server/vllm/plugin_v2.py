@@ -24,6 +24,7 @@ from .params_validation import admit
 from .settings import VllmSettings, logger
 from .slot_seat import SlotSeat
 from .tensor_parallel import TensorParallelRanks
+from .worker_loads import answer_front_ends
 
 _UNKNOWN = "logitship does not know the model runner of this vLLM: it knows those of 0.32 and 0.33"
 _SPECULATES_SINCE = Version("0.33")
@@ -55,9 +56,12 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         self._row_order = _row_order()
         settings = VllmSettings.from_environment()
         ranks, max_rows = TensorParallelRanks(), req_states.max_num_reqs
-        worker = start_engine_worker(settings, model_view(vllm_config), ranks, max_rows, logger)
+        worker = start_engine_worker(
+            settings, model_view(vllm_config), ranks, max_rows, logger, loads_in_background=True
+        )
         has_drafts = vllm_config.speculative_config is not None
         self._seat = SlotSeat(worker, req_states, has_drafts=has_drafts)
+        answer_front_ends(self._seat.is_loading)
         send_faults(self._runner, self._seat.take_faults, self._seat.fault_token)
         # Which draft tokens were accepted is known on the device alone.
         self._begins_early = begins_early(vllm_config) and not has_drafts

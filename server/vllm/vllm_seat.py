@@ -29,7 +29,7 @@ from logitship.server.runtime.tracked_request import TrackedRequest
 
 from .configuration import fault_token
 from .extra_args import read_processors, sampling_params
-from .request_tenant import read_tenant
+from .request_tenant import read_tenant, tenant_in
 from .settings import logger
 
 Drafts: TypeAlias = Mapping[int, Sequence[int]]
@@ -60,6 +60,21 @@ class VllmSeat:
         self.fault_token = fault_token(worker.model)
         self._faults: dict[str, str] = {}
         self._runtime = RequestRuntime(self, worker)
+
+    def is_loading(self, extra_args: Mapping[str, Any]) -> bool:
+        """Begin to load the processors of a request, and return whether a step with it would wait for that.
+
+        Args:
+            extra_args: the request's, which the front end has checked.
+        """
+        if self._worker.processors is None:
+            return False
+        try:
+            requested = read_processors(extra_args, self._worker.settings.max_processor_size)
+            return self._worker.processors.is_loading(requested, tenant_in(extra_args))
+        except Exception:  # noqa: BLE001  # boundary: vLLM
+            logger.exception("logitship cannot load the processors of a request ahead of its first step")
+            return False
 
     def _track(self, rid: str, params: Any, prompt_token_ids: list[int]) -> TrackedRequest:
         """Return a new request, without its processors."""

@@ -78,8 +78,12 @@ class Ignores:
         return lambda *args, **kwargs: None
 
 
-class GPUModelRunner:
-    """Fake of vLLM's model runner: its own methods, with the attributes that they need."""
+class WorkerBase:
+    """Fake of vLLM's class of this name, whose methods front ends call."""
+
+
+class GPUModelRunner(WorkerBase):
+    """Fake of vLLM's model runner: its own methods, with the attributes that they need. It is its own worker."""
 
     add_requests = RealRunner.add_requests
     finish_requests = RealRunner.finish_requests

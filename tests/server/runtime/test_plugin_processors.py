@@ -131,6 +131,19 @@ async def test_processor_that_nobody_takes_is_released() -> None:
     assert scene.num_in_use() == 0
 
 
+async def test_processor_is_released_if_nobody_asks_again() -> None:
+    """Its request was aborted while it was loading."""
+    scene = Scene()
+    scene.is_loading("A")
+    await scene.executor.until_began(("a", "A"))
+    scene.executor.end("a", "A")
+    while not scene.processors._begun["a", shipped("A")[0].string.digest].outcome:
+        await asyncio.sleep(0.001)
+    scene.clock.now += 11.0
+    scene.is_loading("B")
+    assert scene.num_in_use() == 0
+
+
 async def test_what_is_refused_at_once_is_not_loaded() -> None:
     scene = Scene()
     assert not scene.processors.is_loading([ProcessorRequest(InstalledProcessor("nothing"))])

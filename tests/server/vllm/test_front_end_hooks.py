@@ -51,11 +51,19 @@ class FakeLLM:
 
     Attributes:
         added: the stop tokens and tenants of added requests.
+        asked: what its workers were asked: the names and the arguments of methods.
+        answers: the next answers of its two workers; then neither is loading.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
         self.added: list[tuple[list[int], str]] = []
+        self.asked: list[tuple[str, dict[str, Any]]] = []
+        self.answers: list[list[bool]] = []
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[bool]:
+        self.asked.append((method, *args))
+        return self.answers.pop(0) if self.answers else [False, False]
 
     async def add_request(self, request_id: str, prompt: str, params: Any) -> str:
         InputProcessor(self.vllm_config).validate(params)
@@ -148,6 +156,23 @@ def test_other_requests_do_not_wait_for_a_load(
     (front_end,) = params_validation._front_ends.values()
     assert front_end.processors.in_use == 0
     assert not params_validation._checked
+
+
+def test_requests_are_added_when_all_workers_have_loaded_their_processors(
+    llm: Any, vllm_params: MakeParams, processor_string: str
+) -> None:
+    llm.answers += [[True, True], [False, True]]
+    args = {"custom_logit_processor": processor_string}
+    asyncio.run(llm.add_request("1", "", vllm_params(args)))
+    assert llm.asked == [("logitship_is_loading", args)] * 3
+    assert len(llm.added) == 1
+
+
+def test_workers_are_not_asked_about_built_ins(llm: Any, vllm_params: MakeParams) -> None:
+    args = {"custom_logit_processor": '{"name": "disallowed_tokens"}', "custom_params": '{"token_ids": [3]}'}
+    asyncio.run(llm.add_request("1", "", vllm_params(args)))
+    assert llm.asked == []
+    assert len(llm.added) == 1
 
 
 def test_each_api_key_is_a_tenant(llm: Any, vllm_params: MakeParams, processor_string: str) -> None:

@@ -85,8 +85,12 @@ class CachedRequestState:
     num_tokens = 0
 
 
-class GPUModelRunner:
-    """Fake of vLLM's class of this name, which makes the plugin and holds it."""
+class WorkerBase:
+    """Fake of vLLM's class of this name, whose methods front ends call."""
+
+
+class GPUModelRunner(WorkerBase):
+    """Fake of vLLM's class of this name, which makes the plugin and holds it. It is its own worker."""
 
     def __init__(self) -> None:
         self.requests: dict[str, Any] = {}
@@ -180,6 +184,19 @@ def test_changed_model_runner_is_refused_at_start(plugin: ModuleType, monkeypatc
     missing = "GPUModelRunner.requests, GPUModelRunner.discard_request_mask, InputBatch.req_output_token_ids"
     with pytest.raises(ValueError, match=missing):
         GPUModelRunner()
+
+
+def test_unknown_worker_is_refused_at_start(plugin: ModuleType) -> None:
+    other: Any = type("GPUModelRunner", (), {**vars(GPUModelRunner)})
+    with pytest.raises(ValueError, match="does not know the worker of this vLLM"):
+        other().make(plugin)
+
+
+def test_worker_answers_front_ends(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plugin.BatchSeat, "is_loading", lambda self, extra_args: extra_args["answer"])
+    runner: Any = GPUModelRunner()
+    runner.make(plugin)
+    assert [runner.logitship_is_loading({"answer": each}) for each in (True, False)] == [True, False]
 
 
 def test_vllm_without_the_field_for_faults_is_refused_at_start(

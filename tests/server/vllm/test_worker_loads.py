@@ -1,0 +1,66 @@
+"""Processors that load in the workers: the questions of a front end, and the answers of a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from logitship.server.vllm.request_tenant import write_tenant
+from logitship.server.vllm.worker_loads import WorkerLoads
+from tests.helpers.clock import Clock
+from tests.server.processors.paused_executor import PausedExecutor
+from tests.server.runtime.fake_engine import FakeGroup
+from tests.server.vllm.conftest import MakeParams
+from tests.server.vllm.fake_vllm import VllmV1
+
+
+class FakeLLM:
+    """Fake of `AsyncLLM` whose workers have loaded everything, and which counts their calls."""
+
+    num_calls = 0
+
+    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[bool]:
+        self.num_calls += 1
+        return [False]
+
+
+async def test_workers_are_asked_about_a_class_once_a_second() -> None:
+    llm, clock = FakeLLM(), Clock()
+    loads = WorkerLoads(clock)
+
+    async def num_calls(tenant: str, *digests: str) -> int:
+        before = llm.num_calls
+        await loads.wait(llm, {}, tenant, digests)
+        return llm.num_calls - before
+
+    assert await num_calls("a") == 0
+    assert await num_calls("a", "x") == 1
+    assert await num_calls("a", "x") == 0
+    assert await num_calls("b", "x") == 1  # another tenant's is another
+    assert await num_calls("a", "x", "y") == 1
+    clock.now += 1.1
+    assert await num_calls("a", "x") == 1
+    assert len(loads._loaded_until) == 1  # the others are dropped
+
+
+async def test_worker_loads_a_class_for_its_tenant_in_the_background(vllm_params: MakeParams) -> None:
+    executor = PausedExecutor()
+    engine = VllmV1(executor)
+    params = vllm_params({"custom_logit_processor": '{"source": "#", "class_name": "A"}'})
+    write_tenant(params, "a")
+    assert engine.seat.is_loading(params.extra_args)
+    await executor.until_began(("a", "A"))
+    executor.end("a", "A")
+    while engine.seat.is_loading(params.extra_args):
+        await asyncio.sleep(0.001)
+
+
+def test_worker_does_not_wait_for_what_its_step_will_refuse() -> None:
+    engine = VllmV1()
+    assert not engine.seat.is_loading({"custom_logit_processor": "{"})
+    assert not engine.seat.is_loading({"custom_logit_processor": 5})
+
+
+def test_other_ranks_load_nothing(processor_string: str) -> None:
+    engine = VllmV1(group=FakeGroup.of(2)[1])
+    assert not engine.seat.is_loading({"custom_logit_processor": processor_string})
