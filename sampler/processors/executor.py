@@ -77,7 +77,12 @@ class LoadedProcessor:
     @cached_property
     def group_name(self) -> str:
         """Name shared by exactly the uses of this processor: rows with the same name form a group."""
-        return f"{self.tenant}/{self.digest}"
+        return group_name(self.tenant, self.digest)
+
+
+def group_name(tenant: str, digest: str) -> str:
+    """Return `LoadedProcessor.group_name` of a processor."""
+    return f"{tenant}/{digest}"
 
 
 @dataclass(frozen=True)

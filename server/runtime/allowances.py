@@ -2,8 +2,9 @@
 
 A step waits for a late call as long as the allowances of its requests last. Each request has one, and so has each
 tenant: a token bucket of seconds, which fills with a share of the engine's own time, up to a burst. If they are used
-up, the requests of the call end as too slow; the call continues behind the engine, and is dropped when it ends. So
-other requests lose a share of their speed, and not seconds.
+up, the requests of the call end as too slow; the call continues behind the engine, and is dropped when it ends. New
+requests with its class wait for a moment, outside of the batch. So other requests lose a share of their speed, and not
+seconds.
 
 A tenant's allowance limits the calls of new classes, and of those whose last call was too slow. A step waits without a
 limit if all requests of the last steps belong to the call.
@@ -31,6 +32,8 @@ MIN_SLOW = 0.01
 """The same for a class whose last call was too slow."""
 MIN_START = 0.001
 """Allowance with which the next request of a class starts that was too slow many times."""
+PAUSE = 1.0
+"""Seconds for which no request begins with a class that was too slow: its prompt costs the others a step."""
 MAX_STEP = 1.0
 """Longest time between two steps that counts as the engine's own. Without requests, it waits."""
 MEMORY = 16
@@ -85,6 +88,8 @@ class Allowances(DeferredCalls):
         self._requests: dict[str, _Bucket] = {}
         self._starts: dict[str, float] = {}
         """Allowances of new requests with classes that were too slow, by the name of the processor."""
+        self._paused_until: dict[str, float] = {}
+        """Times until which requests with such classes wait."""
 
     def begin_apply(self, num_requests: int) -> None:
         """Begin the calls of a step that need its logits.
@@ -125,6 +130,11 @@ class Allowances(DeferredCalls):
             self._starts[name] *= 1.1
             if self._starts[name] >= BURST:
                 del self._starts[name]
+                del self._paused_until[name]
+
+    def is_paused(self, name: str) -> bool:
+        """Return whether new requests with a processor wait, because it was too slow a moment ago."""
+        return self._paused_until.get(name, -math.inf) > self._clock()
 
     def add(self, call: DeferredCall) -> None:
         """Take over a call that was too slow."""
@@ -133,6 +143,8 @@ class Allowances(DeferredCalls):
         name = call.group.processor.group_name
         if len(self._starts) >= _MAX_KNOWN:
             self._starts.clear()
+            self._paused_until.clear()
+        self._paused_until[name] = self._clock() + PAUSE
         self._starts[name] = max(MIN_START, self._starts.get(name, BURST) / 4)
 
     def begun(self, group: ProcessorGroup, run: Run) -> None:

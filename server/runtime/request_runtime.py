@@ -23,7 +23,9 @@ from contextlib import contextmanager
 
 import torch
 
+from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate
+from logitship.sampler.processors.executor import group_name
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 
@@ -118,17 +120,21 @@ class RequestRuntime:
             self._logger.exception("the processors of request %s cannot be loaded", request.rid)
             request.fail(INTERNAL_ERROR)
 
-    def is_loading(self, request: TrackedRequest) -> bool:
-        """Begin to load the processors of a new request, and return whether a step with it would wait for that.
+    def must_wait(self, request: TrackedRequest) -> bool:
+        """Begin to load the processors of a new request, and return whether it is to wait outside of the batch.
 
-        Such a request can wait outside of the batch. To be asked again until it returns False.
+        A step with it would wait for the load, or one of its classes was too slow a moment ago. To be asked again until
+        it returns False.
         """
         if self._processors is None:
             return False
         try:
-            return self._processors.is_loading(self._seat.processors_of(request), request.tenant)
+            requested = self._seat.processors_of(request)
         except ValueError:
             return False  # `load` ends it
+        strings = [each.string for each in requested if not isinstance(each.string, InstalledProcessor)]
+        is_paused = any(self._allowances.is_paused(group_name(request.tenant, each.digest)) for each in strings)
+        return self._processors.is_loading(requested, request.tenant) or is_paused
 
     def begin(self, rows: _Rows) -> None:
         """Begin calls before their logits exist. Optional, before `apply`.

@@ -93,7 +93,7 @@ def start_engine_worker(
         ranks: the processes that sample the same tokens.
         max_rows: most rows of a step.
         logger: the engine's logger of logitship.
-        loads_in_background: requests wait outside of the batch while `RequestRuntime.is_loading`.
+        loads_in_background: requests wait outside of the batch while `RequestRuntime.must_wait`.
 
     Raises:
         ValueError: as `for_execution`, or the audit log cannot be written.

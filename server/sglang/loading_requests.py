@@ -1,4 +1,7 @@
-"""New requests whose processors are loading: they wait outside of SGLang's batch, like those whose grammar compiles."""
+"""New requests whose processors are loading: they wait outside of SGLang's batch, like those whose grammar compiles.
+
+Those with a class that was too slow a moment ago wait here as well.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from .sampling_ranks import SamplingRanks
 class LoadsProcessors(Protocol):
     """Loads the processors of requests on the first rank."""
 
-    def is_loading(self, req: Any) -> bool:
-        """Begin to load in the background, and return whether `load` would have to wait."""
+    def must_wait(self, req: Any) -> bool:
+        """Begin to load in the background, and return whether the request is to wait."""
         ...
 
     def load(self, req: Any) -> str | None:
@@ -50,7 +53,7 @@ class LoadingRequests:
         ready: dict[int, str | None] = {}
         if self._ranks.is_first:
             ready = {
-                index: self._seat.load(req) for index, req in enumerate(self._reqs) if not self._seat.is_loading(req)
+                index: self._seat.load(req) for index, req in enumerate(self._reqs) if not self._seat.must_wait(req)
             }
         ready = self._ranks.from_first(ready)
         taken = [(self._reqs[index], reason) for index, reason in ready.items()]

@@ -113,16 +113,16 @@ class SglangSeat:
         """True if requests with processors are in the batch, or were in the last step."""
         return bool(self._requests)
 
-    def is_loading(self, req: Any) -> bool:
-        """Begin to load the processors of a new request, and return whether `load` would have to wait.
+    def must_wait(self, req: Any) -> bool:
+        """Begin to load the processors of a new request, and return whether it is to wait outside of the batch.
 
         Args:
             req: SGLang's `Req`.
         """
-        request, is_loading = scheduled(req), False
+        request, must_wait = scheduled(req), False
         with self._runtime.or_fail([request]):
-            is_loading = self._runtime.is_loading(request)
-        return is_loading
+            must_wait = self._runtime.must_wait(request)
+        return must_wait
 
     def load(self, req: Any) -> str | None:
         """Load the processors of a new request, before it is in a step, and return the reason if they cannot run."""

@@ -47,7 +47,7 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
         scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
         logger.info("logitship runs in model runner V1, with %s scheduling", scheduling)
         self._seat = BatchSeat(worker, BatchRequests(runner))
-        answer_front_ends(self._seat.is_loading)
+        answer_front_ends(self._seat.must_wait)
         send_faults(runner, self._seat.take_faults, self._seat.fault_token)
         self._begins_early = begins_early(vllm_config)
 

@@ -61,7 +61,7 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         )
         has_drafts = vllm_config.speculative_config is not None
         self._seat = SlotSeat(worker, req_states, has_drafts=has_drafts)
-        answer_front_ends(self._seat.is_loading)
+        answer_front_ends(self._seat.must_wait)
         send_faults(self._runner, self._seat.take_faults, self._seat.fault_token)
         # Which draft tokens were accepted is known on the device alone.
         self._begins_early = begins_early(vllm_config) and not has_drafts

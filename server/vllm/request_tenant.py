@@ -48,10 +48,5 @@ def write_tenant(params: Any, tenant: str) -> None:
 
 def read_tenant(params: Any) -> str:
     """Return what `write_tenant` wrote."""
-    return tenant_in(params.extra_args or {})
-
-
-def tenant_in(extra_args: Mapping[str, Any]) -> str:
-    """Return what `write_tenant` wrote into `extra_args`."""
-    tenant: str = extra_args.get(_FIELD, "")
+    tenant: str = (params.extra_args or {}).get(_FIELD, "")
     return tenant

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
@@ -29,7 +29,7 @@ from logitship.server.runtime.tracked_request import TrackedRequest
 
 from .configuration import fault_token
 from .extra_args import read_processors, sampling_params
-from .request_tenant import read_tenant, tenant_in
+from .request_tenant import read_tenant
 from .settings import logger
 
 Drafts: TypeAlias = Mapping[int, Sequence[int]]
@@ -61,20 +61,17 @@ class VllmSeat:
         self._faults: dict[str, str] = {}
         self._runtime = RequestRuntime(self, worker)
 
-    def is_loading(self, extra_args: Mapping[str, Any]) -> bool:
-        """Begin to load the processors of a request, and return whether a step with it would wait for that.
+    def must_wait(self, extra_args: dict[str, Any]) -> bool:
+        """Begin to load the processors of a new request, and return whether it is to wait outside of the batch.
 
         Args:
             extra_args: the request's, which the front end has checked.
         """
-        if self._worker.processors is None:
-            return False
-        try:
-            requested = read_processors(extra_args, self._worker.settings.max_processor_size)
-            return self._worker.processors.is_loading(requested, tenant_in(extra_args))
-        except Exception:  # noqa: BLE001  # boundary: vLLM
-            logger.exception("logitship cannot load the processors of a request ahead of its first step")
-            return False
+        params = SimpleNamespace(extra_args=extra_args)
+        request, must_wait = TrackedRequest(params, "", [], tenant=read_tenant(params)), False
+        with self._runtime.or_fail([request]):
+            must_wait = self._runtime.must_wait(request)
+        return must_wait
 
     def _track(self, rid: str, params: Any, prompt_token_ids: list[int]) -> TrackedRequest:
         """Return a new request, without its processors."""

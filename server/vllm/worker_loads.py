@@ -13,20 +13,19 @@ from typing import Any
 
 from .callers import find_caller
 
-_METHOD = "logitship_is_loading"
-_LOADED_FOR = 1.0
-"""Seconds for which a front end does not ask again. Workers keep a class for longer after its last use."""
+_METHOD = "logitship_must_wait"
+_READY_FOR = 0.1
+"""Seconds for which a front end does not ask again: each question costs workers of several ranks the end of a step."""
 _DELAYS = (0.01, 0.25)
-"""Shortest and longest time between two questions, in seconds: workers of several ranks answer once their steps end."""
+"""Shortest and longest time between two questions, in seconds."""
 _GROWTH = 1.5
 
 
-def answer_front_ends(is_loading: Callable[[Mapping[str, Any]], bool]) -> None:
+def answer_front_ends(must_wait: Callable[[dict[str, Any]], bool]) -> None:
     """Let front ends ask the worker that makes the plugin.
 
     Args:
-        is_loading: begins to load the processors of a request, given its `extra_args`, and returns whether a step with
-            it would wait for that. Must not raise.
+        must_wait: see `VllmSeat.must_wait`.
 
     Raises:
         ValueError: logitship does not know this vLLM's workers.
@@ -34,7 +33,7 @@ def answer_front_ends(is_loading: Callable[[Mapping[str, Any]], bool]) -> None:
     worker = find_caller("WorkerBase")
     if worker is None:
         raise ValueError("logitship does not know the worker of this vLLM: it knows those of 0.32 and 0.33")
-    setattr(worker, _METHOD, is_loading)
+    setattr(worker, _METHOD, must_wait)
 
 
 class WorkerLoads:
@@ -46,10 +45,10 @@ class WorkerLoads:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._loaded_until: dict[tuple[str, str], float] = {}
+        self._ready_until: dict[tuple[str, str], float] = {}
 
     async def wait(self, llm: Any, extra_args: Mapping[str, Any], tenant: str, digests: Iterable[str]) -> None:
-        """Wait until the workers have loaded the processors of a request, or know that they can't.
+        """Wait until the workers have loaded the processors of a request, or know that they can't, and none is paused.
 
         Args:
             llm: vLLM's `AsyncLLM`.
@@ -59,12 +58,12 @@ class WorkerLoads:
         """
         now = self._clock()
         keys = {(tenant, digest) for digest in digests}
-        if all(self._loaded_until.get(key, now) > now for key in keys):
+        if all(self._ready_until.get(key, now) > now for key in keys):
             return
         delay, longest = _DELAYS
         while any(await llm.collective_rpc(_METHOD, args=(dict(extra_args),))):
             await asyncio.sleep(delay)
             delay = min(longest, delay * _GROWTH)
         now = self._clock()
-        self._loaded_until = {key: until for key, until in self._loaded_until.items() if until > now}
-        self._loaded_until |= dict.fromkeys(keys, now + _LOADED_FOR)
+        self._ready_until = {key: until for key, until in self._ready_until.items() if until > now}
+        self._ready_until |= dict.fromkeys(keys, now + _READY_FOR)

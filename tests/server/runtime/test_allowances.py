@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from logitship.server.runtime import allowances
-from logitship.server.runtime.allowances import BURST, MEMORY, MIN_NEW, MIN_START, Allowances
+from logitship.server.runtime.allowances import BURST, MEMORY, MIN_NEW, MIN_START, PAUSE, Allowances
 
 
 class Clock:
@@ -127,3 +127,15 @@ def test_tenants_with_a_full_allowance_are_dropped(monkeypatch: pytest.MonkeyPat
         steps.call(FakeGroup(str(number), name=str(number), tenant=str(number)), 0.0)
     assert len(steps.allowances._tenants) <= 4
     assert steps.allowances._tenants["slow"].left < BURST / 2
+
+
+def test_new_requests_of_a_class_that_was_too_slow_wait_for_a_moment() -> None:
+    steps, slow, other = Steps(), FakeGroup("a"), FakeGroup("b", name="sha256:b")
+    name = slow.processor.group_name
+    assert steps.call(other, 0.01)
+    assert not steps.allowances.is_paused(name)
+    assert not steps.call(slow, 5.0)
+    assert steps.allowances.is_paused(name)
+    assert not steps.allowances.is_paused(other.processor.group_name)
+    steps.clock.now += PAUSE
+    assert not steps.allowances.is_paused(name)

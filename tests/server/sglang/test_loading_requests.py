@@ -25,7 +25,7 @@ class FakeSeat:
     def __init__(self) -> None:
         self.loaded: dict[FakeReq, str | None] = {}
 
-    def is_loading(self, req: FakeReq) -> bool:
+    def must_wait(self, req: FakeReq) -> bool:
         return req not in self.loaded
 
     def load(self, req: FakeReq) -> str | None:
@@ -165,7 +165,7 @@ def test_loaded_request_runs_without_a_load_in_its_step() -> None:
     good, bad = fake.request(Job("good")), fake.request(Job("bad"))
     bad.custom_logit_processor = "unmarked"
     for req in (good, bad):
-        while fake.seat.is_loading(req):
+        while fake.seat.must_wait(req):
             pass
     assert fake.seat.load(good) is None
     assert "has not been checked" in str(fake.seat.load(bad))

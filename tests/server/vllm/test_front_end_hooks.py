@@ -164,7 +164,7 @@ def test_requests_are_added_when_all_workers_have_loaded_their_processors(
     llm.answers += [[True, True], [False, True]]
     args = {"custom_logit_processor": processor_string}
     asyncio.run(llm.add_request("1", "", vllm_params(args)))
-    assert llm.asked == [("logitship_is_loading", args)] * 3
+    assert llm.asked == [("logitship_must_wait", args)] * 3
     assert len(llm.added) == 1
 
 

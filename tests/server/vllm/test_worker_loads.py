@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import pytest
+
+from logitship.server.runtime.allowances import Allowances
 from logitship.server.vllm.request_tenant import write_tenant
 from logitship.server.vllm.worker_loads import WorkerLoads
 from tests.helpers.clock import Clock
@@ -24,7 +27,7 @@ class FakeLLM:
         return [False]
 
 
-async def test_workers_are_asked_about_a_class_once_a_second() -> None:
+async def test_workers_are_asked_about_a_class_ten_times_a_second() -> None:
     llm, clock = FakeLLM(), Clock()
     loads = WorkerLoads(clock)
 
@@ -38,9 +41,9 @@ async def test_workers_are_asked_about_a_class_once_a_second() -> None:
     assert await num_calls("a", "x") == 0
     assert await num_calls("b", "x") == 1  # another tenant's is another
     assert await num_calls("a", "x", "y") == 1
-    clock.now += 1.1
+    clock.now += 0.11
     assert await num_calls("a", "x") == 1
-    assert len(loads._loaded_until) == 1  # the others are dropped
+    assert len(loads._ready_until) == 1  # the others are dropped
 
 
 async def test_worker_loads_a_class_for_its_tenant_in_the_background(vllm_params: MakeParams) -> None:
@@ -48,19 +51,33 @@ async def test_worker_loads_a_class_for_its_tenant_in_the_background(vllm_params
     engine = VllmV1(executor)
     params = vllm_params({"custom_logit_processor": '{"source": "#", "class_name": "A"}'})
     write_tenant(params, "a")
-    assert engine.seat.is_loading(params.extra_args)
+    assert engine.seat.must_wait(params.extra_args)
     await executor.until_began(("a", "A"))
     executor.end("a", "A")
-    while engine.seat.is_loading(params.extra_args):
+    while engine.seat.must_wait(params.extra_args):
         await asyncio.sleep(0.001)
 
 
 def test_worker_does_not_wait_for_what_its_step_will_refuse() -> None:
     engine = VllmV1()
-    assert not engine.seat.is_loading({"custom_logit_processor": "{"})
-    assert not engine.seat.is_loading({"custom_logit_processor": 5})
+    assert not engine.seat.must_wait({"custom_logit_processor": "{"})
+    assert not engine.seat.must_wait({"custom_logit_processor": 5})
+
+
+def test_request_with_a_class_that_was_too_slow_waits(
+    processor_string: str, vllm_params: MakeParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(Allowances, "is_paused", lambda self, name: asked.append(name) or len(asked) < 3)
+    engine = VllmV1()
+    params = vllm_params({"custom_logit_processor": processor_string})
+    write_tenant(params, "a")
+    while engine.seat.must_wait(params.extra_args):
+        pass
+    (name,) = {*asked}
+    assert name.startswith("a/sha256:")
 
 
 def test_other_ranks_load_nothing(processor_string: str) -> None:
     engine = VllmV1(group=FakeGroup.of(2)[1])
-    assert not engine.seat.is_loading({"custom_logit_processor": processor_string})
+    assert not engine.seat.must_wait({"custom_logit_processor": processor_string})
