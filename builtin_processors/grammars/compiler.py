@@ -13,12 +13,13 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 from llguidance import LLMatcher
 
 from logitship.builtin_processors.params import ModelFacts, PreparationUnavailable
+from logitship.builtin_processors.parts.checker_process import TooMuchMemory
 from logitship.sampler.client_context import current_tenant
 from logitship.sampler.fair_slots import FairSlots
 from logitship.sampler.round_robin_queue import TenantQueueFull
 
 from . import check
-from .checker import GrammarChecker, TooMuchMemory
+from .checker import GrammarChecker
 
 _MAX_REFUSALS = 4096
 """Refused grammars that are remembered: a client may send an expensive one again and again."""
