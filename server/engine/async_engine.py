@@ -25,7 +25,7 @@ from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.refusals import ServiceUnavailable, ShareExceeded, ThreadUnavailable
 from logitship.server.requests.body_limits import QueuedBody, QueuedBytes
-from logitship.server.requests.fair_pool import REST, FairPool, run_behind_the_engine
+from logitship.server.requests.fair_pool import REST, FairPool, in_daemon_thread, run_behind_the_engine
 from logitship.server.requests.messages import AttachedProcessor, GenerationRequest, GenerationStream, ProcessorRequest
 from logitship.server.requests.request_validation import Limits, check, check_sandboxed, check_with_plugins
 from logitship.server.requests.sequence import Sequence
@@ -33,7 +33,7 @@ from logitship.server.tokenizer import Tokenizer
 
 from .active_requests import ActiveRequest, ActiveRequests, SequenceFactory
 from .engine import Engine
-from .engine_thread import EngineThread, in_daemon_thread
+from .engine_thread import EngineThread
 from .failures import STOPPED
 from .readiness import Readiness
 from .tenant_shares import TenantShares

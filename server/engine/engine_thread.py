@@ -8,8 +8,6 @@ thread computes on tensors of any size. Calls that may never return run in daemo
 
 from __future__ import annotations
 
-import asyncio
-import contextvars
 import ctypes
 import gc
 import logging
@@ -18,10 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import ParamSpec, Protocol, TypeVar
-
-from logitship.server.requests.fair_pool import call_for, start_thread
 
 logger = logging.getLogger(__name__)
 
@@ -212,19 +207,3 @@ class _NoEngine:
 
 def _noop() -> None:
     pass
-
-
-def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
-    """Call `function` in a daemon thread of its own, in a copy of the caller's context.
-
-    Loading a processor runs its author's code, which may take long or never return. `asyncio.to_thread` would occupy a
-    thread of the shared pool with it, and Python would wait for that thread at exit.
-
-    Raises:
-        ThreadUnavailable: no thread can be started.
-    """
-    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-    call = partial(call_for, future, partial(function, *args, **kwargs))
-    context = contextvars.copy_context()
-    start_thread(partial(context.run, call), "logitship-load")
-    return future

@@ -9,9 +9,10 @@ from concurrent.futures import Future
 
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.server.refusals import RequestRefused, ThreadUnavailable
+from logitship.server.requests.fair_pool import in_daemon_thread
 
 from .active_requests import ActiveRequests
-from .engine_thread import EngineThread, in_daemon_thread
+from .engine_thread import EngineThread
 
 READY_TIMEOUT = 1.0
 """Seconds for the engine to begin its next step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 import os
 import threading
@@ -175,6 +176,22 @@ def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
     except RuntimeError:
         raise ThreadUnavailable from None
     return thread
+
+
+def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
+    """Call `function` in a daemon thread of its own, in a copy of the caller's context.
+
+    Loading a processor runs its author's code, which may take long or never return. `asyncio.to_thread` would occupy a
+    thread of the shared pool with it, and Python would wait for that thread at exit.
+
+    Raises:
+        ThreadUnavailable: no thread can be started.
+    """
+    future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+    call = partial(call_for, future, partial(function, *args, **kwargs))
+    context = contextvars.copy_context()
+    start_thread(partial(context.run, call), "logitship-load")
+    return future
 
 
 def run_behind_the_engine() -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import asyncio
 import ctypes
 import gc
 import threading
@@ -13,37 +12,7 @@ from typing import Any
 import pytest
 
 from logitship.server.engine import engine_thread
-from logitship.server.engine.engine_thread import EngineThread, free_unused_memory, in_daemon_thread, trim_freed_memory
-
-
-async def test_result_and_error() -> None:
-    assert await in_daemon_thread(divmod, 7, 2) == (3, 1)
-    with pytest.raises(ZeroDivisionError):
-        await in_daemon_thread(divmod, 7, 0)
-
-
-async def test_hanging_calls_block_nothing() -> None:
-    """There are more of them than threads in the shared pool; other calls and the end of the program do not wait."""
-    never = threading.Event()
-    hanging = [in_daemon_thread(never.wait) for _ in range(64)]
-    result = await asyncio.to_thread(lambda: 42)
-    assert not any(future.done() for future in hanging)
-    assert result == 42
-    threads = [thread for thread in threading.enumerate() if thread.name == "logitship-load"]
-    assert all(thread.daemon for thread in threads)
-    never.set()
-    for thread in threads:
-        thread.join()
-
-
-async def test_cancelled_future() -> None:
-    done = threading.Event()
-    future = in_daemon_thread(done.wait)
-    future.cancel()
-    done.set()
-    await asyncio.to_thread(lambda: [t.join() for t in threading.enumerate() if t.name == "logitship-load"])
-    assert future.cancelled()
-
+from logitship.server.engine.engine_thread import EngineThread, free_unused_memory, trim_freed_memory
 
 BLOCK = 1 << 14
 """Bytes; small enough for the allocator's heap, and larger than a page."""

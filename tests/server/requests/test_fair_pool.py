@@ -16,7 +16,7 @@ import pytest
 
 from logitship.server.refusals import QueueFull, ThreadUnavailable
 from logitship.server.requests import fair_pool
-from logitship.server.requests.fair_pool import REST, FairPool
+from logitship.server.requests.fair_pool import REST, FairPool, in_daemon_thread
 from tests.helpers.coroutines import run
 
 GENEROUS = 30.0
@@ -270,3 +270,32 @@ async def test_jobs_wait_for_the_threads_that_run(pool: FairPool, blocker: Block
         assert not any(each.done() for each in others)
         blocker.gate.set()
         assert await asyncio.gather(first, *others) == ["done", 0, 0, 0]
+
+
+async def test_result_and_error_of_a_daemon_thread() -> None:
+    assert await in_daemon_thread(divmod, 7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        await in_daemon_thread(divmod, 7, 0)
+
+
+async def test_hanging_calls_block_nothing() -> None:
+    """There are more of them than threads in the shared pool; other calls and the end of the program do not wait."""
+    never = threading.Event()
+    hanging = [in_daemon_thread(never.wait) for _ in range(64)]
+    result = await asyncio.to_thread(lambda: 42)
+    assert not any(future.done() for future in hanging)
+    assert result == 42
+    threads = [thread for thread in threading.enumerate() if thread.name == "logitship-load"]
+    assert all(thread.daemon for thread in threads)
+    never.set()
+    for thread in threads:
+        thread.join()
+
+
+async def test_cancelled_future_of_a_daemon_thread() -> None:
+    done = threading.Event()
+    future = in_daemon_thread(done.wait)
+    future.cancel()
+    done.set()
+    await asyncio.to_thread(lambda: [t.join() for t in threading.enumerate() if t.name == "logitship-load"])
+    assert future.cancelled()
