@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from logitship.client.linear_regex import LinearRegex
 from logitship.sampler.sampling_params import LogprobsMode
 
 from .allowed_hosts import ANY, check_allowed_host, check_allowed_origin, is_loopback
@@ -233,10 +232,8 @@ class ServerConfig:
             re.compile(self.logits_processor_pattern or "")
         except re.error as error:
             raise ValueError(f"logits_processor_pattern is not a regular expression: {error}") from None
-        try:
-            LinearRegex(self.constrained_json_whitespace_pattern)
-        except ValueError as error:
-            raise ValueError(f"constrained_json_whitespace_pattern: {error}") from None
+        if problem := _problem_of_white_space(self.constrained_json_whitespace_pattern):
+            raise ValueError(f"constrained_json_whitespace_pattern: not a regular expression for grammars: {problem}")
 
     def _check_choices(self) -> None:
         for name, kind in setting_types().items():
@@ -328,6 +325,16 @@ class ServerConfig:
                 f"enable_custom_logit_processor: {risk} run code in sandboxes, because there are no API keys: set "
                 f"--api-key, or {fix}, or permit it with --allow-anonymous-code"
             )
+
+
+def _problem_of_white_space(pattern: str) -> str:
+    """Return why llguidance does not take a regular expression; "" if it does."""
+    if pattern in ("", ServerConfig.constrained_json_whitespace_pattern):
+        return ""
+    from llguidance import LLMatcher, grammar_from  # needed by the server alone, and only for its own pattern
+
+    error = LLMatcher.validate_grammar(grammar_from("regex", pattern))
+    return error.rpartition("error: ")[2].partition("\n")[0]
 
 
 @cache

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 from logitship.client.errors import ProcessorLoadError, ProcessorSerializationError
-from logitship.client.params_schema import InvalidSchema, ParamsSchema
+from logitship.client.params_schema import InvalidSchema, check_schema
 
 from .artifact import Artifact, bytes_of
 from .call_signature import signature_mistake
@@ -123,7 +123,7 @@ def _params_schema(cls: type[Any]) -> dict[str, Any] | None:
         raise ProcessorSerializationError(f"{cls.__qualname__}.params_schema is not a dict but {type(schema).__name__}")
     if schema is not None:
         try:
-            ParamsSchema(schema)
+            check_schema(schema)
         except InvalidSchema as error:
             raise ProcessorSerializationError(f"class {cls.__qualname__}: {error}") from None
     return schema

@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.params_schema import InvalidSchema, ParamsSchema
 
 if TYPE_CHECKING:
     import torch
@@ -61,18 +60,6 @@ class LoadedProcessor:
     tenant: str = ""
     description: str = ""
     params_schema: Mapping[str, Any] | None = None
-
-    @cached_property
-    def params_check(self) -> ParamsSchema | None:
-        """Check of a request's parameters; None if the class has no `params_schema`.
-
-        Raises:
-            ProcessorLoadError: it is not a JSON Schema, or has a keyword that is not supported.
-        """
-        try:
-            return None if self.params_schema is None else ParamsSchema(self.params_schema)
-        except InvalidSchema as error:
-            raise ProcessorLoadError(str(error)) from None
 
     @cached_property
     def group_name(self) -> str:

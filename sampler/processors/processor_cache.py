@@ -82,6 +82,7 @@ class ProcessorCache:
         num_tenants: number of tenants that may load processors.
         before_load: called with the tenant before an entry is reserved for a processor; may raise to refuse it.
         resolve: returns a string with its artifacts, given the tenant. Called before the executor loads it.
+        check_loaded: called with a processor that was loaded; may raise to refuse it. None: nothing is.
         idle_timeout: seconds; None: idle processors stay until they are evicted.
         clock: returns seconds.
     """
@@ -95,6 +96,7 @@ class ProcessorCache:
         num_tenants: int = 1,
         before_load: Callable[[str], None] = _noop,
         resolve: Callable[[Runnable, str], Runnable] = _unchanged,
+        check_loaded: Callable[[LoadedProcessor], None] | None = None,
         idle_timeout: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,6 +106,7 @@ class ProcessorCache:
         self._max_bytes = max_bytes
         self._before_load = before_load
         self._resolve = resolve
+        self._check_loaded = check_loaded
         self._idle_timeout = idle_timeout
         self._clock = clock
         self._timer: threading.Timer | None = None
@@ -295,8 +298,9 @@ class ProcessorCache:
             self._executor.unload(processor)
             raise ProcessorLoadError(f"the executor loaded {processor.digest}, asked for {runnable.digest}")
         try:
-            _ = processor.params_check  # a schema that cannot be checked is refused now, not with the first parameters
-        except ProcessorLoadError:
+            if self._check_loaded is not None:
+                self._check_loaded(processor)
+        except BaseException:  # cleanup, then re-raised
             self._executor.unload(processor)
             raise
         return processor

@@ -350,9 +350,7 @@ class AsyncEngine:
             return [[] for _ in range(request.num_started)]
         try:
             shipped = await self.processors.load_shipped(request, held)
-            if len(shipped) == len(request.processors):
-                if any(each.params_check is not None for each in shipped.values()):
-                    return await self.pool.run(request.tenant, self.processors.load, request, held, shipped)
+            if len(shipped) == len(request.processors) and all(each.params_schema is None for each in shipped.values()):
                 return self.processors.load(request, held, shipped)
             turn = None
             if _is_large(active.body):
@@ -377,7 +375,7 @@ class AsyncEngine:
     def _start_load(
         self, active: ActiveRequest, shipped: dict[int, LoadedProcessor], turn: asyncio.Lock | None
     ) -> asyncio.Future[list[list[ProcessorUse]]]:
-        """Load the processors that are not shipped in a thread of their own. A large load has its turn.
+        """Load what is not shipped, and check parameters, in a thread of its own. A large load has its turn.
 
         Raises:
             ThreadUnavailable: no thread can be started.

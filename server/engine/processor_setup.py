@@ -32,6 +32,7 @@ from logitship.server.model.model_loader import LoadedModel
 from logitship.server.processors.artifact_store import ArtifactStore
 from logitship.server.processors.callable_library import CallableLibrary
 from logitship.server.processors.load_queue import MAX_LOADS, LoadQueue
+from logitship.server.processors.params_checker import ParamsChecker
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.registered_processors import RegisteredProcessors
 from logitship.server.processors.sandboxes import new_zygote, sandbox_executor
@@ -112,6 +113,7 @@ def make_library(
     """Return the library that loads requests' processors; `executor` runs the shipped ones."""
     max_used = config.sandbox_memory if config.processor_isolation == "sandbox" else None
     artifacts = ArtifactStore(max_bytes=config.artifact_cache_bytes, max_used=max_used)
+    params_checker = ParamsChecker()
     return ProcessorLibrary(
         registry,
         ProcessorCache(
@@ -119,11 +121,13 @@ def make_library(
             **_cache_bounds(config),
             before_load=RateLimit("processor_loads", config.processor_loads_per_minute).check,
             resolve=lambda string, tenant: replace(string, artifacts=artifacts.resolve(string.artifacts, tenant)),
+            check_loaded=params_checker.check_schema,
         ),
         InProcessExecutor(SGLANG_NAMES, model_view(loaded)),
         model_view(loaded),
         RegisteredProcessors(max_entries=config.processor_cache_entries, max_bytes=config.processor_cache_bytes),
         CallableLibrary(config.logits_processor_pattern, loaded.tokenizer.hf_tokenizer),
+        params_checker,
         config.allowed_digests,
         artifacts,
     )

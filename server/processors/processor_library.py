@@ -31,6 +31,7 @@ from logitship.sampler.processors.request_view import ModelView
 from .artifact_store import ArtifactStore, ArtifactStoreFull, StoredArtifact
 from .callable_library import CallableLibrary
 from .load_queue import Runnable
+from .params_checker import InvalidParams, ParamsChecker
 from .processor_descriptions import (
     installed_details,
     installed_digest,
@@ -149,10 +150,6 @@ class NamedProcessors:
         return NotRegistered(missing_message(reference, self._installed, self._registered.names(tenant)))
 
 
-class InvalidParams(ValueError):
-    """An installed processor rejects a request's parameters."""
-
-
 class ProcessorNotAllowed(Exception):
     """A shipped processor is not on the operator's list of allowed processors."""
 
@@ -165,6 +162,7 @@ class ProcessorLoader:
         cache: loads and keeps shipped processors.
         installed_executor: runs the installed ones: they are the operator's own and need no isolation.
         model: what installed processors check their parameters against.
+        params_checker: checks parameters against the `params_schema` of a class; None: they have been checked.
         allowed_digests: the only shipped processors that may run; None: any may.
 
     Attributes:
@@ -177,12 +175,14 @@ class ProcessorLoader:
         cache: ProcessorCache,
         installed_executor: ProcessorExecutor,
         model: ModelView,
+        params_checker: ParamsChecker | None,
         allowed_digests: frozenset[str] | None = None,
     ) -> None:
         self._registry = registry
         self.cache = cache
         self._installed_executor = installed_executor
         self._model = model
+        self._params_checker = params_checker
         self._allowed_digests = allowed_digests
         self._installed: dict[str, LoadedProcessor] = {}
 
@@ -235,6 +235,8 @@ class ProcessorLoader:
     ) -> Any:
         """Check a request's parameters, and return what a built-in processor makes of them; None for all others.
 
+        Blocks if the class has a `params_schema`.
+
         Args:
             processor: as `acquire` returned it.
             params: the request's parameters for it.
@@ -244,10 +246,11 @@ class ProcessorLoader:
 
         Raises:
             InvalidParams: the processor rejects the parameters.
+            ProcessorLoadError: the `params_schema` of an installed class is invalid.
             PreparationUnavailable: the parameters cannot be checked now.
         """
-        if processor.params_check is not None and (problem := processor.params_check.problem(params or {})):
-            raise InvalidParams(problem)
+        if self._params_checker is not None:
+            self._params_checker.check(processor, params or {}, tenant)
         # Installed processors only: a shipped class may derive from a built-in one, and must not run here.
         if processor is not self._installed.get(processor.name) or not isinstance(processor.instance, BuiltinProcessor):
             return None
@@ -275,8 +278,10 @@ class ProcessorLoader:
         self.cache.clear()
 
     def close(self) -> None:
-        """End the thread of the cache of shipped processors."""
+        """End the thread of the cache of shipped processors, and the processes that check parameters."""
         self.cache.close()
+        if self._params_checker is not None:
+            self._params_checker.close()
 
     def _check_allowed(self, digest: str) -> None:
         """Check the digest of what runs: a string may hold one class in its pickle and another in its source."""
@@ -337,6 +342,7 @@ class ProcessorLibrary(ProcessorLoader):
         model: what installed processors check their parameters against.
         registered: keeps the strings of registered processors.
         callables: makes request-level callables by name.
+        params_checker: checks parameters against the `params_schema` of a class; None: they have been checked.
         allowed_digests: the only shipped processors that may run; None: any may.
         artifacts: what shipped processors refer to by digest.
 
@@ -353,10 +359,11 @@ class ProcessorLibrary(ProcessorLoader):
         model: ModelView,
         registered: RegisteredProcessors,
         callables: CallableLibrary,
+        params_checker: ParamsChecker | None,
         allowed_digests: frozenset[str] | None = None,
         artifacts: ArtifactStore | None = None,
     ) -> None:
-        super().__init__(registry, cache, installed_executor, model, allowed_digests)
+        super().__init__(registry, cache, installed_executor, model, params_checker, allowed_digests)
         self.artifacts = artifacts or ArtifactStore(max_bytes=0)
         self._registered = registered
         self.callables = callables

@@ -44,7 +44,8 @@ from logitship.server.requests.messages import AttachedProcessor, CallableReques
 
 from .artifact_store import ArtifactStoreFull, ArtifactTooLarge, StoredArtifact
 from .load_queue import LoadQueue, LoadQueueFull, LoadStats
-from .processor_library import InvalidName, InvalidParams, NotDeletable, ProcessorLibrary, ProcessorNotAllowed
+from .params_checker import InvalidParams
+from .processor_library import InvalidName, NotDeletable, ProcessorLibrary, ProcessorNotAllowed
 from .registered_processors import NotRegistered, RegistryFull
 
 RESERVED_KEY = "__req__"
@@ -361,7 +362,7 @@ class RequestProcessors:
     ) -> list[list[ProcessorUse]]:
         """Load the request's other processors, and return the uses of each sequence in order.
 
-        Blocks, unless all processors are shipped.
+        Blocks, unless all processors are shipped, and none has a `params_schema`.
 
         Args:
             request: the request.

@@ -181,8 +181,9 @@ def start_thread(target: Callable[[], object], name: str) -> threading.Thread:
 def in_daemon_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> asyncio.Future[T]:
     """Call `function` in a daemon thread of its own, in a copy of the caller's context.
 
-    Loading a processor runs its author's code, which may take long or never return. `asyncio.to_thread` would occupy a
-    thread of the shared pool with it, and Python would wait for that thread at exit.
+    Loading a processor runs its author's code, which may take long or never return, and parameters may take long to
+    check. `asyncio.to_thread` would occupy a thread of the shared pool with it, and Python would wait for that thread
+    at exit.
 
     Raises:
         ThreadUnavailable: no thread can be started.

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
+import warnings
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib import import_module
 from typing import Any
-
-from logitship.client.linear_regex import NEEDS_BACKTRACKING, combined_flags, parse_pattern
 
 # Type checkers do not know the modules of Python's regular expressions.
 sre_compiler: Any = import_module("re._compiler")
@@ -28,6 +28,19 @@ the output takes a time that grows with it."""
 MAX_SETS = 1 << 17
 """Maximum size of the sets of a request's patterns whose case is ignored, such as `(?i:[a-z])`: their characters, and
 `_SET_SIZE` for each. `re` takes about 0.2 microseconds for a unit of it, to compile the sets."""
+
+_NEEDS_BACKTRACKING = {
+    sre.ASSERT: "lookahead and lookbehind are",
+    sre.ASSERT_NOT: "lookahead and lookbehind are",
+    sre.GROUPREF: "references to groups are",
+    sre.GROUPREF_EXISTS: "references to groups are",
+    sre.ATOMIC_GROUP: "atomic groups are",
+    sre.POSSESSIVE_REPEAT: "possessive repetitions are",
+}
+"""Operations of Python's parser that only a backtracking search can do, as the beginning of a message."""
+
+_warnings_lock = threading.Lock()
+"""Held while warnings are ignored: `catch_warnings` saves and restores filters that all threads share."""
 
 _SET_SIZE = 1 << 12
 _MAX_CACHED = 4096
@@ -79,7 +92,7 @@ class CompiledStopRegex:
         self._patterns = patterns
         for index, pattern in enumerate(patterns):
             try:
-                parsed = parse_pattern(pattern)
+                parsed = _parse(pattern)
                 if [*parsed] == [(sre.LITERAL, ord(character)) for character in pattern]:
                     literals.append(pattern)
                 else:
@@ -385,14 +398,16 @@ class _Builder:
         return following
 
     def _item(self, op: Any, argument: Any, flags: int, following: _Node) -> _Node:
-        if op in NEEDS_BACKTRACKING:
-            raise ValueError(f"{NEEDS_BACKTRACKING[op]} not supported: patterns are searched in linear time")
+        if op in _NEEDS_BACKTRACKING:
+            raise ValueError(f"{_NEEDS_BACKTRACKING[op]} not supported: patterns are searched in linear time")
         match op:
             case sre.BRANCH:
                 return self.node(*(self.sequence(each, flags, following) for each in argument[1]))
             case sre.SUBPATTERN:
                 _, added, removed, inner = argument
-                return self.sequence(inner, combined_flags(flags, added, removed), following)
+                if added & sre_parser.TYPE_FLAGS:
+                    flags &= ~sre_parser.TYPE_FLAGS
+                return self.sequence(inner, (flags | added) & ~removed, following)
             case sre.MAX_REPEAT | sre.MIN_REPEAT:
                 least, most, inner = argument
                 return self._repetition(least, most, inner, flags, following)
@@ -459,6 +474,20 @@ class _Builder:
             raise ValueError(
                 "with it, the patterns have too many or too large sets of characters whose case is ignored"
             )
+
+
+def _parse(pattern: str) -> Any:
+    """Parse a pattern with Python's parser, without its warnings.
+
+    Raises:
+        ValueError: it is malformed; the message says how.
+    """
+    try:
+        with _warnings_lock, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of sets that may mean something else one day
+            return sre_parser.parse(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ValueError(f"not a regular expression: {error}") from None
 
 
 def _re_test(op: Any, argument: Any, flags: int) -> Callable[[str], bool]:

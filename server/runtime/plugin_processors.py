@@ -6,7 +6,6 @@ process that runs the model, to run them.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import math
@@ -41,8 +40,10 @@ from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
 from logitship.sampler.sandbox.zygote_process import ZygoteError
 from logitship.server.config import ServerConfig
 from logitship.server.processors.load_queue import LoadQueue, LoadQueueFull, Outcome, Runnable
-from logitship.server.processors.processor_library import InvalidParams, ProcessorLoader, ProcessorNotAllowed
+from logitship.server.processors.params_checker import InvalidParams, ParamsChecker
+from logitship.server.processors.processor_library import ProcessorLoader, ProcessorNotAllowed
 from logitship.server.processors.sandboxes import new_zygote, sandbox_executor
+from logitship.server.requests.fair_pool import in_daemon_thread
 from logitship.server.requests.messages import ProcessorRequest
 
 from .admission_executor import MAX_VERDICTS, AdmissionExecutor
@@ -83,6 +84,7 @@ class PluginProcessors:
         registry: the installed processors.
         executor: runs the shipped processors.
         max_entries: most shipped processors that are kept loaded.
+        params_checker: checks parameters against the `params_schema` of a class; None: a front end has done it.
         clock: returns seconds.
 
     Attributes:
@@ -97,6 +99,7 @@ class PluginProcessors:
         executor: ProcessorExecutor,
         *,
         max_entries: int,
+        params_checker: ParamsChecker | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.in_use = 0
@@ -111,9 +114,11 @@ class PluginProcessors:
                 max_entries=max_entries,
                 max_bytes=ServerConfig.processor_cache_bytes,
                 num_tenants=max(settings.num_tenants, settings.num_keys),
+                check_loaded=None if params_checker is None else params_checker.check_schema,
             ),
             InProcessExecutor(SGLANG_NAMES, model),
             model,
+            params_checker,
             settings.allowed_digests,
         )
         self._queue = LoadQueue(self._loader.cache)
@@ -128,7 +133,7 @@ class PluginProcessors:
         try:
             for string in self._to_load(requested, tenant):
                 held.append(await self._queue.acquire(string, tenant))  # noqa: PERF401  # those before an error, too
-            await asyncio.to_thread(lambda: self.release(self.load(requested, "admission", tenant)))
+            await in_daemon_thread(lambda: self.release(self.load(requested, "admission", tenant)))
         except _LOAD_ERRORS as error:
             raise ValueError(str(error)) from None
         finally:
@@ -258,11 +263,24 @@ def for_admission(settings: PluginSettings, model: ModelView, logger: logging.Lo
     """
     registry = _registry(settings)  # first: it may raise, and the executor starts processes
     executor = shipped_executor(settings, model, 1, logger, True)
-    return PluginProcessors(settings, model, registry, AdmissionExecutor(executor), max_entries=MAX_VERDICTS)
+    return PluginProcessors(
+        settings,
+        model,
+        registry,
+        AdmissionExecutor(executor),
+        max_entries=MAX_VERDICTS,
+        params_checker=ParamsChecker(),
+    )
 
 
 def for_execution(
-    settings: PluginSettings, model: ModelView, max_rows: int, logger: logging.Logger, in_background: bool = False
+    settings: PluginSettings,
+    model: ModelView,
+    max_rows: int,
+    logger: logging.Logger,
+    in_background: bool = False,
+    *,
+    params_checker: ParamsChecker | None = None,
 ) -> PluginProcessors:
     """Return the processors of a process that runs the model. It keeps them loaded, for up to `max_rows` rows.
 
@@ -272,13 +290,21 @@ def for_execution(
         max_rows: most rows of a step.
         logger: gets warnings and the sandboxes' protections.
         in_background: no step waits for a load, see `PluginProcessors.is_loading`.
+        params_checker: see `PluginProcessors`.
 
     Raises:
         ValueError: as `for_admission`.
     """
     registry = _registry(settings)  # first: it may raise, and the executor starts processes
     executor = shipped_executor(settings, model, max_rows, logger, in_background)
-    return PluginProcessors(settings, model, registry, executor, max_entries=settings.max_sandboxes)
+    return PluginProcessors(
+        settings,
+        model,
+        registry,
+        executor,
+        max_entries=settings.max_sandboxes,
+        params_checker=params_checker,
+    )
 
 
 def shipped_executor(

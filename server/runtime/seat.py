@@ -22,6 +22,7 @@ import torch
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.processors.params_checker import ParamsChecker
 from logitship.server.requests.messages import ProcessorRequest
 
 from .audit_log import AuditLog
@@ -84,6 +85,7 @@ def start_engine_worker(
     logger: logging.Logger,
     *,
     loads_in_background: bool = False,
+    params_checker: ParamsChecker | None = None,
 ) -> EngineWorker[RanksT]:
     """Start the executor of the processors on the first rank, for up to `max_rows` rows.
 
@@ -94,6 +96,7 @@ def start_engine_worker(
         max_rows: most rows of a step.
         logger: the engine's logger of logitship.
         loads_in_background: requests wait outside of the batch while `RequestRuntime.must_wait`.
+        params_checker: see `PluginProcessors`.
 
     Raises:
         ValueError: as `for_execution`, or the audit log cannot be written.
@@ -101,7 +104,7 @@ def start_engine_worker(
     if not ranks.is_first:
         return EngineWorker(settings, model, ranks, None, logger)
     audit_log = None if settings.audit_log is None else AuditLog(settings.audit_log)
-    processors = for_execution(settings, model, max_rows, logger, loads_in_background)
+    processors = for_execution(settings, model, max_rows, logger, loads_in_background, params_checker=params_checker)
     return EngineWorker(settings, model, ranks, processors, logger, audit_log)
 
 

@@ -21,6 +21,7 @@ from logitship.client.processor import CustomLogitProcessor
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.processors.params_checker import ParamsChecker
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.plugin_settings import SHARED_READERS, PluginSettings
 from logitship.server.runtime.request_fields import read_several
@@ -86,7 +87,7 @@ class ShippedLogitsProcessor(LogitsProcessor):
         self._requested = _read(processors, settings)
         vocab_size = model.get_output_embeddings().weight.shape[0]
         view = ModelView(vocab_size, self._eos_token_ids, tokenizer)
-        worker = start_engine_worker(settings, view, OneRank(), max_rows, logger)
+        worker = start_engine_worker(settings, view, OneRank(), max_rows, logger, params_checker=ParamsChecker())
         self._worker = worker
         self._runtime = RequestRuntime(self, worker)
         self._roots: list[TrackedRequest] = []

@@ -41,4 +41,5 @@ folder = pathlib.Path(sysconfig.get_path("purelib"), f"vllm-{sys.argv[1]}.dist-i
 folder.mkdir()
 (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {sys.argv[1]}\n")
 PY
-"$py" -c "import dill, httpx, llguidance, orjson" 2>/dev/null || "$py" -m pip install -q dill httpx llguidance orjson
+"$py" -c "import dill, httpx, jsonschema, llguidance, orjson" 2>/dev/null ||
+  "$py" -m pip install -q dill httpx jsonschema llguidance orjson

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Sequence
 
 from logitship.client.check_report import CheckResult, Finding, Severity
@@ -13,6 +14,7 @@ from logitship.client.serialization.syntax import parse as parse_source
 from logitship.server.check.environment import CheckEnvironment
 from logitship.server.check.findings import describe, result
 from logitship.server.check.replay import Recording, one_by_one, replay
+from logitship.server.processors.check_params import check as check_params
 
 CHECK = "serializable"
 _MAX_NAMES = 8
@@ -33,7 +35,7 @@ def serialized(cls: type[CustomLogitProcessor]) -> tuple[PickledProcessor, int]:
         The parsed processor string, and its size in bytes.
 
     Raises:
-        NotSerializable: it cannot be serialized.
+        NotSerializable: it cannot be serialized, or its `params_schema` is invalid.
     """
     try:
         text = cls.to_str()
@@ -41,6 +43,9 @@ def serialized(cls: type[CustomLogitProcessor]) -> tuple[PickledProcessor, int]:
         raise NotSerializable(Finding(CHECK, Severity.ERROR, f"to_str() fails: {error}")) from error
     string = parse(text)
     assert isinstance(string, PickledProcessor)
+    wrong = None if string.params_schema is None else check_params(json.dumps(string.params_schema), None)
+    if wrong is not None:
+        raise NotSerializable(Finding(CHECK, Severity.ERROR, f"a server refuses the class: {wrong[1]}"))
     return string, len(text.encode())
 
 

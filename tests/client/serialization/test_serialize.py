@@ -24,6 +24,7 @@ from pydantic import BaseModel, Field
 
 from logitship import CustomLogitProcessor, ProcessorSerializationError
 from logitship.builtin_processors import DisallowedTokensLogitsProcessor
+from logitship.client.params_schema import MAX_SCHEMA_BYTES
 from logitship.client.serialization.loading import instantiate, load_class, names_in_use
 from logitship.client.serialization.processor_string import PickledProcessor, parse
 from logitship.client.serialization.serialize import dump_class, serialize
@@ -359,12 +360,16 @@ def test_self_referencing_class() -> None:
     assert instantiate(loaded)(torch.zeros(1, 1)).tolist() == [[1.0]]
 
 
-def test_schema_that_a_server_would_refuse_is_refused() -> None:
-    class Unsupported(Plain):
-        params_schema = {"patternProperties": {"^a": {}}}  # noqa: RUF012
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [({"title": object()}, "params_schema: not JSON"), ({"title": "x" * MAX_SCHEMA_BYTES}, "bytes of JSON, at most")],
+)
+def test_schema_that_cannot_be_sent_is_refused(schema: dict[str, object], reason: str) -> None:
+    class Unsendable(Plain):
+        params_schema = schema
 
-    with pytest.raises(ProcessorSerializationError, match=r"params_schema.patternProperties: this keyword is not sup"):
-        Unsupported.to_str()
+    with pytest.raises(ProcessorSerializationError, match=reason):
+        Unsendable.to_str()
 
 
 def test_pydantic_model_becomes_its_schema() -> None:

@@ -155,10 +155,10 @@ class Counts(Add):
 @pytest.mark.parametrize(
     ("params", "message"),
     [
-        (SamplingParams(custom_logit_processor=Counts), r"custom_params: params\.by: required"),
+        (SamplingParams(custom_logit_processor=Counts), r"custom_params: params: 'by' is a required property"),
         (
             SamplingParams(logits_processors=[{"processor": Counts, "params": {"by": "x"}}]),
-            r"logits_processors\[0\]\.params: params\.by: expected an integer, got 'x'",
+            r"logits_processors\[0\]\.params: params\.by: 'x' is not of type 'integer'",
         ),
     ],
 )

@@ -4,8 +4,11 @@ import contextlib
 import gc
 import random
 import re
+import sys
 import time
+import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -330,3 +333,16 @@ def test_tenants_share_no_compiled_patterns() -> None:
     own = compile_stop_regex(("secret+",), "a")
     assert compile_stop_regex(("secret+",), "a") is own
     assert compile_stop_regex(("secret+",), "b") is not own
+
+
+def test_warnings_are_as_before_after_parsing_on_several_threads() -> None:
+    """Python warns of this pattern; one thread's filters must not become those of all."""
+    filters, interval = warnings.filters[:], sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(CompiledStopRegex, [("[[a]",)] * 2000))
+        assert warnings.filters == filters
+    finally:
+        sys.setswitchinterval(interval)
+        warnings.filters[:] = filters  # type: ignore[index]

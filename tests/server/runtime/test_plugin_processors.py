@@ -70,7 +70,7 @@ class Scene:
         self.clock = Clock()
         settings, model = SglangSettings(), ModelView(10, frozenset({0}), None)
         self.processors = PluginProcessors(
-            settings, model, Registry(()), self.executor, max_entries=10, clock=self.clock
+            settings, model, Registry(()), self.executor, max_entries=10, params_checker=None, clock=self.clock
         )
 
     def is_loading(self, *names: str, tenant: str = "a") -> bool:

@@ -98,7 +98,7 @@ def test_beam_search_is_refused(front_end: FrontEnd) -> None:
         (json.dumps({"source": "1 / 0", "class_name": "A"}), "ZeroDivisionError"),
         ([FORBIDS], "because there is one prompt"),
         (FORBIDS, "parameters of disallowed_tokens"),
-        (COUNTS, r"parameters of Counts: params\.sentences: required"),
+        (COUNTS, r"parameters of Counts: params: 'sentences' is a required property"),
     ],
 )
 def test_what_cannot_run_is_refused(front_end: FrontEnd, string: Any, message: str) -> None:

@@ -87,7 +87,7 @@ def test_plugin_info_is_returned(front_end: InputProcessor, vllm_params: MakePar
         ),
         (
             {"custom_logit_processor": json.dumps({"source": COUNTS, "class_name": "Counts"})},
-            r"parameters of Counts: params\.sentences: required",
+            r"parameters of Counts: params: 'sentences' is a required property",
         ),
         (
             {

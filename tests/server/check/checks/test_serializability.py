@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -41,6 +41,13 @@ class ReadsAFile(CustomLogitProcessor):
         return logits
 
 
+class Misspelled(CustomLogitProcessor):
+    params_schema: ClassVar[dict[str, Any]] = {"requird": ["a"]}
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: Rows = None) -> torch.Tensor:
+        return logits
+
+
 def raised(logits: torch.Tensor) -> torch.Tensor:
     return logits + BIAS
 
@@ -55,6 +62,7 @@ class WithHelpers(CustomLogitProcessor):
     [
         (Locked, "to_str() fails: global 'lock' used by Locked.__call__ is a lock"),
         (ReadsAFile, "it cannot be loaded in a sandbox: ReadsAFile raised when it was created: "),
+        (Misspelled, "a server refuses the class: params_schema: 'requird' is not a keyword of JSON Schema"),
     ],
 )
 def test_not_serializable(cls: type[CustomLogitProcessor], seen: str, check: Check) -> None:
