@@ -49,7 +49,8 @@ def _false(use: ProcessorUse) -> bool:
     return False
 
 
-def _observe_nothing(processor: LoadedProcessor) -> ObserveCall:
+def observe_nothing(processor: LoadedProcessor) -> ObserveCall:
+    """Return an observer that does nothing."""
     return _noop
 
 
@@ -83,7 +84,7 @@ class ShippedProcessors(LogitsProcessor):
         model: ModelView,
         uses: Callable[[SamplingParams], Sequence[ProcessorUse]] = uses_of,
         is_kept: Callable[[ProcessorUse], bool] = _false,
-        on_call: CallObserver = _observe_nothing,
+        on_call: CallObserver = observe_nothing,
         check_last: bool = True,
         deferred: DeferredCalls | None = None,
     ) -> None:

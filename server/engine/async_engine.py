@@ -18,7 +18,7 @@ from logitship.sampler.processors.executor import LoadedProcessor
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxStats
 from logitship.server.config import ServerConfig
-from logitship.server.metrics.engine_stats import EngineStats, ModelInfo
+from logitship.server.metrics.engine_stats import MAX_TENANTS, EngineStats, ModelInfo
 from logitship.server.metrics.observed_metrics import EngineMetrics, RequestMeter
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.processors.processor_library import ProcessorLibrary
@@ -45,8 +45,6 @@ _STOP_TIMEOUT = 3.0
 _LARGE_BODY_MEMORY = 1 << 20
 """Bytes of memory of a body beyond which its requests are not checked on the event loop."""
 
-MAX_TENANTS = 100
-"""Most tenants with a label of their own in metrics."""
 _MANY_SEQUENCES = 32
 """Sequences beyond which they are not made on the event loop. Each takes some 40 µs."""
 

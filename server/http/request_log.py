@@ -16,7 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from logitship.client.records import Receipt
 from logitship.server.logs import current_request_id
-from logitship.server.metrics.observed_metrics import OTHER, EngineMetrics
+from logitship.server.metrics.engine_stats import OTHER
+from logitship.server.metrics.observed_metrics import EngineMetrics
 from logitship.server.refusals import RateLimited, RequestRefused
 from logitship.server.requests.messages import Continuation
 from logitship.server.schemas.request_schema import IgnoredFields

@@ -6,6 +6,7 @@ in as few instructions as possible. Labels of processors are bounded in number, 
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -26,15 +27,12 @@ from logitship.sampler.processors.executor import LoadedProcessor, LogitsUse
 from logitship.sampler.processors.processor_groups import ObserveCall
 from logitship.server.requests.messages import FinishReason, GenerationChunk
 
-from .engine_stats import EngineStats, ModelInfo
+from .engine_stats import OTHER, EngineStats, ModelInfo
 from .state_collector import StateCollector
 from .step_clock import StepClock
 
 MAX_NAMES = 100
 """Most names of shipped processors with a label of their own."""
-
-OTHER = "other"
-"""Label of all further names."""
 
 _MAX_NAME_LENGTH = 80
 """Characters."""
@@ -44,8 +42,8 @@ _TOKEN_GAP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075
 _REQUEST_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _LENGTH_BUCKETS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000)
 _STEP_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
-_PHASE_BUCKETS = (0.00001, 0.000025, 0.00005, *_STEP_BUCKETS)
-_LOAD_BUCKETS = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+PHASE_BUCKETS = (0.00001, 0.000025, 0.00005, *_STEP_BUCKETS)
+LOAD_BUCKETS = (0.0001, 0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _HTTP_BUCKETS = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _ROW_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
@@ -79,19 +77,19 @@ class EngineMetrics:
             "Time of a phase of a step, in the steps that have the phase.",
             ["phase"],
             registry=registry,
-            buckets=_PHASE_BUCKETS,
+            buckets=PHASE_BUCKETS,
         )
         self._phases = {phase.name: phases.labels(phase.name) for phase in StepClock().phases}
         self._step_rows = Histogram(
             "logitship_step_rows", "Rows of the batch in a step.", registry=registry, buckets=_ROW_BUCKETS
         )
-        self._calls = ProcessorCalls(_PHASE_BUCKETS)
+        self._calls = ProcessorCalls(PHASE_BUCKETS)
         registry.register(self._calls)
         self.processor_load = Histogram(
             "logitship_processor_load_duration_seconds",
             "Time to load the processors of a request, at its admission.",
             registry=registry,
-            buckets=_LOAD_BUCKETS,
+            buckets=LOAD_BUCKETS,
         )
         self._http = Counter(
             "logitship_http_requests",
@@ -168,7 +166,6 @@ class RequestMetrics:
     """
 
     def __init__(self, registry: CollectorRegistry, labels: ProcessorLabels) -> None:
-        self._labels = labels
         self.admitted = Counter("logitship_requests", "Requests that were admitted, one a prompt.", registry=registry)
         self.queue = Histogram(
             "logitship_request_queue_duration_seconds",
@@ -225,12 +222,8 @@ class RequestMetrics:
             ["type"],
             registry=registry,
         )
-        self._faults = Counter(
-            "logitship_processor_faults",
-            "Sequences that were ended by a fault of a processor, by its kind.",
-            ["processor", "origin", "kind"],
-            registry=registry,
-        )
+        self._faults = ProcessorFaults(labels)
+        registry.register(self._faults)
 
     def finished(self, reason: FinishReason) -> None:
         """Observe the end of a sequence."""
@@ -240,8 +233,7 @@ class RequestMetrics:
             return
         self._errors.labels(error.type).inc()
         if error.digest is not None:
-            label = self._labels.label(error.digest, error.name or "?")
-            self._faults.labels(label.name, label.origin, error.kind or "?").inc()
+            self._faults.add(error.digest, error.name or "?", error.kind or "?")
 
 
 class RequestMeter:
@@ -363,6 +355,11 @@ class CallStatistics:
         self.seconds += seconds
         self.rows += num_rows
 
+    def buckets(self) -> list[tuple[str, int]]:
+        """Return the cumulative counts by upper bound, as `HistogramMetricFamily` takes them."""
+        names = [*map(floatToGoString, self._bounds), "+Inf"]
+        return list(zip(names, accumulate(self.counts), strict=True))
+
 
 class ProcessorCalls(Collector):
     """Collects the call statistics of all labels at each scrape.
@@ -394,13 +391,45 @@ class ProcessorCalls(Collector):
             "Calls of a processor, by logits: given at the start, or promised and then read or unread.",
             labels=["processor", "origin", "logits"],
         )
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
         for label, calls in list(self._by_label.items()):
             labels = [label.name, label.origin]
-            durations.add_metric(labels, list(zip(names, accumulate(calls.counts), strict=True)), calls.seconds)
+            durations.add_metric(labels, calls.buckets(), calls.seconds)
             rows.add_metric(labels, calls.rows)
             for use, count in calls.logits_uses.items():
                 uses.add_metric([*labels, use], count)
         yield durations
         yield rows
         yield uses
+
+
+class ProcessorFaults(Collector):
+    """Counts the sequences that were ended by a fault of a processor. Thread-safe, except for the labels.
+
+    Args:
+        labels: assigns labels to processors.
+    """
+
+    def __init__(self, labels: ProcessorLabels) -> None:
+        self._labels = labels
+        self._lock = threading.Lock()
+        self._counts: dict[tuple[str, str, str], int] = {}
+
+    def add(self, digest: str, name: str, kind: str) -> None:
+        """Count a sequence."""
+        label = self._labels.label(digest, name)
+        key = (label.name, label.origin, kind)
+        with self._lock:
+            self._counts[key] = self._counts.get(key, 0) + 1
+
+    def collect(self) -> Iterable[Metric]:
+        """Return the current metric. Any thread."""
+        faults = CounterMetricFamily(
+            "logitship_processor_faults",
+            "Sequences that were ended by a fault of a processor, by its kind.",
+            labels=["processor", "origin", "kind"],
+        )
+        with self._lock:
+            counts = dict(self._counts)
+        for key, count in counts.items():
+            faults.add_metric([*key], count)
+        yield faults

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .engine_stats import EngineStats
+from .engine_stats import EngineStats, ProcessorStats
 
 
 class StateCollector(Collector):
@@ -24,9 +24,14 @@ class StateCollector(Collector):
         """Return the current metrics."""
         stats = self._read()
         yield from _engine(stats)
-        yield from _processors(stats)
+        yield from processor_state(stats)
         yield from _grammars(stats)
-        yield from _sandboxes(stats)
+
+
+def processor_state(stats: ProcessorStats) -> Iterable[Metric]:
+    """Return the metrics of the state of processors, in any engine that runs them."""
+    yield from _processors(stats)
+    yield from _sandboxes(stats)
 
 
 def _engine(stats: EngineStats) -> Iterable[Metric]:
@@ -72,9 +77,13 @@ def _engine(stats: EngineStats) -> Iterable[Metric]:
         "Capacity of the prefix cache, in blocks.",
         stats.prefix_blocks_capacity,
     )
+    yield GaugeMetricFamily("logitship_registered_processors", "Registered processors.", stats.registered_processors)
+    yield GaugeMetricFamily(
+        "logitship_artifact_bytes", "Size of the uploaded artifacts, in bytes.", stats.artifact_bytes
+    )
 
 
-def _processors(stats: EngineStats) -> Iterable[Metric]:
+def _processors(stats: ProcessorStats) -> Iterable[Metric]:
     yield CounterMetricFamily(
         "logitship_processor_cache_hits",
         "Lookups of shipped processors that were loaded already.",
@@ -97,10 +106,6 @@ def _processors(stats: EngineStats) -> Iterable[Metric]:
         "logitship_processor_cache_bytes",
         "Size of the loaded shipped processors, in bytes.",
         stats.processor_cache_bytes,
-    )
-    yield GaugeMetricFamily("logitship_registered_processors", "Registered processors.", stats.registered_processors)
-    yield GaugeMetricFamily(
-        "logitship_artifact_bytes", "Size of the uploaded artifacts, in bytes.", stats.artifact_bytes
     )
     yield CounterMetricFamily(
         "logitship_deferred_calls", "Calls of processors that a step did not wait for.", stats.deferred_calls
@@ -129,7 +134,7 @@ def _grammars(stats: EngineStats) -> Iterable[Metric]:
     )
 
 
-def _sandboxes(stats: EngineStats) -> Iterable[Metric]:
+def _sandboxes(stats: ProcessorStats) -> Iterable[Metric]:
     yield GaugeMetricFamily(
         "logitship_processor_loads_running", "Shipped processors that are being loaded.", stats.loads_running
     )

@@ -16,10 +16,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
-from prometheus_client import Histogram
 
 from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.client.errors import LARGE_PROCESSOR_ADVICE, ProcessorLoadError
@@ -47,6 +46,9 @@ from .load_queue import LoadQueue, LoadQueueFull, LoadStats
 from .params_checker import InvalidParams
 from .processor_library import InvalidName, NotDeletable, ProcessorLibrary, ProcessorNotAllowed
 from .registered_processors import NotRegistered, RegistryFull
+
+if TYPE_CHECKING:  # the plugins import this module, and engines configure `prometheus_client` before its import
+    from prometheus_client import Histogram
 
 RESERVED_KEY = "__req__"
 """Key of the request among the parameters that a processor gets."""

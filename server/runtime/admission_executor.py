@@ -18,15 +18,18 @@ class AdmissionExecutor:
 
     Args:
         executor: loads the processors.
+
+    Attributes:
+        executor: the same.
     """
 
     def __init__(self, executor: ProcessorExecutor) -> None:
-        self._executor = executor
+        self.executor = executor
 
     def load(self, string: ProcessorString, tenant: str = "") -> LoadedProcessor:
         """See `ProcessorExecutor.load`."""
-        processor = self._executor.load(string, tenant)
-        self._executor.unload(processor)
+        processor = self.executor.load(string, tenant)
+        self.executor.unload(processor)
         return processor
 
     def ensure(self, processor: LoadedProcessor) -> None:
@@ -38,7 +41,7 @@ class AdmissionExecutor:
 
     def cancel_load(self, digest: str, tenant: str) -> bool:
         """See `ProcessorExecutor.cancel_load`."""
-        return self._executor.cancel_load(digest, tenant)
+        return self.executor.cancel_load(digest, tenant)
 
     def unload(self, processor: LoadedProcessor) -> None:
         """Do nothing: the processor is unloaded already."""

@@ -21,6 +21,7 @@ from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.deferred_calls import DeferredCall, DeferredCalls, EndlessPatience
 from logitship.sampler.processors.executor import Run
 from logitship.sampler.processors.processor_groups import ProcessorGroup, ProcessorUse
+from logitship.server.metrics.engine_stats import MAX_TENANTS, OTHER
 
 BURST = 1.0
 """Seconds that a request or a tenant may use at once: a first call often prepares something."""
@@ -58,9 +59,17 @@ class _Bucket:
 
 
 class _Limited(EndlessPatience):
-    """Tells `ShippedProcessors` that it may have to defer calls."""
+    """Tells `ShippedProcessors` that it may have to defer calls, and adds up the time of each tenant's."""
 
     is_limited = True
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def charge(self, tenant: str, seconds: float) -> None:
+        """See `StepPatience.charge`."""
+        name = tenant if tenant in self.seconds or len(self.seconds) < MAX_TENANTS else OTHER
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
 
 class Allowances(DeferredCalls):
@@ -69,10 +78,15 @@ class Allowances(DeferredCalls):
     Args:
         share: share of the engine's own time that fills the allowances.
         clock: returns seconds.
+
+    Attributes:
+        tenant_seconds: total time of the calls of each tenant's processors; after the first tenants, of `OTHER`.
     """
 
     def __init__(self, share: float, clock: Callable[[], float] = time.perf_counter) -> None:
-        super().__init__(_Limited())
+        limited = _Limited()
+        super().__init__(limited)
+        self.tenant_seconds = limited.seconds
         self._share = share
         self._clock = clock
         self._num_requests = self._num_steps = 0

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,13 +33,14 @@ from logitship.sampler.processors.executor import (
     ProcessorExecutor,
 )
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
-from logitship.sampler.processors.processor_cache import Key, ProcessorCache, ProcessorCacheFull
+from logitship.sampler.processors.processor_cache import CacheStats, Key, ProcessorCache, ProcessorCacheFull
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.cpu_time import background_cores
-from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
+from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxStats
 from logitship.sampler.sandbox.zygote_process import ZygoteError
 from logitship.server.config import ServerConfig
+from logitship.server.metrics.engine_stats import ProcessorStats
 from logitship.server.processors.load_queue import LoadQueue, LoadQueueFull, Outcome, Runnable
 from logitship.server.processors.params_checker import InvalidParams, ParamsChecker
 from logitship.server.processors.processor_library import ProcessorLoader, ProcessorNotAllowed
@@ -47,8 +49,12 @@ from logitship.server.requests.fair_pool import in_daemon_thread
 from logitship.server.requests.messages import ProcessorRequest
 
 from .admission_executor import MAX_VERDICTS, AdmissionExecutor
+from .allowances import Allowances
 from .plugin_settings import PluginSettings
 from .request_fields import PROCESSORS
+
+if TYPE_CHECKING:
+    from .plugin_metrics import PluginMetrics
 
 _LOAD_ERRORS = (
     ValueError,
@@ -89,6 +95,7 @@ class PluginProcessors:
 
     Attributes:
         in_use: number of uses that were loaded and not released.
+        metrics: the metrics of this process; None before `start_metrics`, or if the engine has none.
     """
 
     def __init__(
@@ -103,6 +110,7 @@ class PluginProcessors:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.in_use = 0
+        self.metrics: PluginMetrics | None = None
         self._settings = settings
         self._executor = executor
         self._clock = clock
@@ -132,7 +140,10 @@ class PluginProcessors:
         held: list[LoadedProcessor] = []
         try:
             for string in self._to_load(requested, tenant):
-                held.append(await self._queue.acquire(string, tenant))  # noqa: PERF401  # those before an error, too
+                began = self._clock()
+                held.append(await self._queue.acquire(string, tenant))
+                if self.metrics is not None:
+                    self.metrics.loaded(self._clock() - began)
             await in_daemon_thread(lambda: self.release(self.load(requested, "admission", tenant)))
         except _LOAD_ERRORS as error:
             raise ValueError(str(error)) from None
@@ -181,6 +192,48 @@ class PluginProcessors:
         for use in uses:
             self._loader.release(use.processor)
             self.in_use -= 1
+
+    def start_metrics(self, logger: logging.Logger, allowances: Allowances | None = None) -> None:
+        """Let the engine's `/metrics` have those of this process, if it has one.
+
+        Args:
+            logger: gets errors of the thread that writes them.
+            allowances: those of the steps, in a process that runs a model.
+        """
+        directory = self._settings.metrics_directory
+        if directory is None:
+            return
+        try:
+            from logitship.server.metrics.observed_metrics import MAX_NAMES
+
+            from .plugin_metrics import MetricsFile, PluginMetrics
+        except ImportError as error:
+            logger.warning("the metrics of processors in this process are missing: %s", error)
+            return
+        most_names = MAX_NAMES if self._settings.names_in_metrics else 0
+        self.metrics = PluginMetrics(self._loader.installed_digests, most_names, partial(self._stats, allowances))
+        MetricsFile(directory, self.metrics, logger).start()
+
+    def _stats(self, allowances: Allowances | None) -> ProcessorStats:
+        """Return the current stats. Those of the cache, which holds verdicts in a front end, only with `allowances`."""
+        executor = self._executor.executor if isinstance(self._executor, AdmissionExecutor) else self._executor
+        sandboxes = executor.stats() if isinstance(executor, SandboxExecutor) else SandboxStats(0, 0, {})
+        cache = CacheStats(0, 0, 0, 0, 0) if allowances is None else self._loader.cache_stats()
+        loads = self._queue.stats()
+        return ProcessorStats(
+            processor_cache_hits=cache.hits,
+            processor_cache_misses=cache.misses,
+            processor_cache_evictions=cache.evictions,
+            processor_cache_entries=cache.entries,
+            processor_cache_bytes=cache.bytes,
+            sandboxes=sandboxes.alive,
+            sandboxes_started=sandboxes.started,
+            sandboxes_ended=sandboxes.ended,
+            deferred_calls=0 if allowances is None else allowances.num_deferred,
+            tenant_step_seconds={} if allowances is None else allowances.tenant_seconds.copy(),
+            loads_running=loads.running,
+            loads_waiting=loads.waiting,
+        )
 
     def close(self) -> None:
         """End the sandboxes."""
@@ -263,7 +316,7 @@ def for_admission(settings: PluginSettings, model: ModelView, logger: logging.Lo
     """
     registry = _registry(settings)  # first: it may raise, and the executor starts processes
     executor = shipped_executor(settings, model, 1, logger, True)
-    return PluginProcessors(
+    processors = PluginProcessors(
         settings,
         model,
         registry,
@@ -271,6 +324,8 @@ def for_admission(settings: PluginSettings, model: ModelView, logger: logging.Lo
         max_entries=MAX_VERDICTS,
         params_checker=ParamsChecker(),
     )
+    processors.start_metrics(logger)
+    return processors
 
 
 def for_execution(

@@ -83,6 +83,16 @@ class PluginSettings:
         return 0
 
     @property
+    def metrics_directory(self) -> str | None:
+        """Folder in which the processes of the engine share their metrics; None: it has no `/metrics`."""
+        return None
+
+    @property
+    def names_in_metrics(self) -> bool:
+        """True if `/metrics`, which asks for no key, may name shipped classes: there is one tenant."""
+        return max(self.num_tenants, self.num_keys) <= 1
+
+    @property
     def shipping_is_off(self) -> str | None:
         """Reason why requests may not ship code; None: they may."""
         return None

@@ -27,7 +27,7 @@ from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.processors.executor import group_name
 from logitship.sampler.processors.processor_groups import ProcessorUse
-from logitship.sampler.processors.shipped_processors import ShippedProcessors
+from logitship.sampler.processors.shipped_processors import ShippedProcessors, observe_nothing
 
 from .allowances import Allowances
 from .draft_tree import DraftTree
@@ -68,6 +68,9 @@ class RequestRuntime:
         self._runs_code_here = worker.settings.processor_isolation == "none"
         self._allowances = Allowances(worker.settings.step_share)
         self._share_setting = f"{worker.settings.prefix}STEP_SHARE"
+        if worker.processors is not None:
+            worker.processors.start_metrics(worker.logger, self._allowances)
+        self._metrics = None if worker.processors is None else worker.processors.metrics
         self._kept: set[ProcessorUse] = set()
         self._shipped = ShippedProcessors(
             None,
@@ -75,6 +78,7 @@ class RequestRuntime:
             False,
             model=worker.model,
             is_kept=self._kept.__contains__,
+            on_call=observe_nothing if self._metrics is None else self._metrics.call_observer,
             deferred=self._allowances,
         )
         self._running: dict[int, TrackedRequest] = {}
@@ -209,6 +213,8 @@ class RequestRuntime:
             self._allowances.drop(request.rid)
             if self._audit_log is not None:
                 self._audit_log.add(request)
+            if self._metrics is not None and request.fault is not None and request.fault.digest:
+                self._metrics.failed(request.fault)
         self._shipped.update_state(BatchUpdate(len(self._running), rows, [], []))
         self._shipped.close_absent()  # preempted requests had no row
         if self._processors is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from logitship.server.runtime.fault_message import FAULT_TYPE
+from logitship.server.runtime.fault_message import FAULT_TYPE, fault_details
 from logitship.server.runtime.hook_target import HookTarget
 from logitship.server.runtime.seat import start_engine_worker
 from logitship.server.runtime.tracked_request import TrackedRequest
@@ -57,10 +57,12 @@ def make_front_end(init: Function, manager: Any, server_args: Any, *args: Any, *
     init(manager, server_args, *args, **kwargs)
     if not arguments.enable_custom_logit_processor:
         return
+    settings, skips = SglangSettings.from_environment(), skips_processors(arguments)
     if HTTP_SERVER in sys.modules:
         apply_hooks(ROUTES)
+        if arguments.enable_metrics:
+            METRICS.wrap()
     model = served_model(manager.model_config, arguments)
-    settings, skips = SglangSettings.from_environment(), skips_processors(arguments)
     front_end = FrontEnd(settings, model, arguments.api_key, skips_processors=skips)
     setattr(manager, _FRONT_END, front_end)
     front_end.prepare()
@@ -76,6 +78,16 @@ async def keep_processor(json: Function, request: Any) -> Any:
 def keep_fault(scrub_error_message: Function, message: str, status_code: int) -> Any:
     """Leave the traceback of a processor in an error of the Anthropic route."""
     return message if message.startswith(FAULT_TYPE) else scrub_error_message(message, status_code)
+
+
+def add_metrics(init: Function, collector: Any, registry: Any, *args: Any, **kwargs: Any) -> None:
+    """Let SGLang's `/metrics` have the metrics of processors."""
+    init(collector, registry, *args, **kwargs)
+    directory = SglangSettings.from_environment().metrics_directory
+    if directory is not None:
+        from logitship.server.runtime.plugin_metrics import register
+
+        register(registry, directory)
 
 
 async def admit(generate_request: Function, manager: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
@@ -130,11 +142,14 @@ def add_loaded(get_next_batch: Function, scheduler: Any, running_batch: Any, las
             if reason is None:
                 scheduler._add_request_to_queue(req)
             else:
-                logger.warning("request %s ends: %s", req.rid, reason)
+                logger.warning("request %s ends%s: %s", req.rid, fault_details(scheduled(req)), reason)
                 reject(scheduler, req, reason)
         if scheduler.is_fully_idle(for_health_check=True):
             time.sleep(POLL_INTERVAL)
-    return get_next_batch(scheduler, running_batch=running_batch, last_batch=last_batch)
+    plan = get_next_batch(scheduler, running_batch=running_batch, last_batch=last_batch)
+    if _steps is not None and plan.batch_to_run is None:
+        _steps.drop_finished()  # no step follows that would
+    return plan
 
 
 def is_idle(
@@ -294,6 +309,8 @@ ROUTES = (
     HookTarget("sglang.srt.entrypoints.anthropic.serving._scrub_error_message", ["message", "status_code"], keep_fault),
 )
 """Wrapped only where SGLang serves HTTP."""
+METRICS = HookTarget("prometheus_client.multiprocess.MultiProcessCollector.__init__", ["registry", "path"], add_metrics)
+"""What SGLang adds to the registry of its `/metrics`. Wrapped only if it has one."""
 VERIFY = HookTarget(
     "sglang.srt.speculative.eagle_utils.eagle_sample",
     [

@@ -26,7 +26,7 @@ from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.draft_tree import DraftTree
-from logitship.server.runtime.fault_message import fault_message
+from logitship.server.runtime.fault_message import fault_details, fault_message
 from logitship.server.runtime.request_runtime import RequestRuntime
 from logitship.server.runtime.seat import EngineWorker
 from logitship.server.runtime.tracked_request import TrackedRequest
@@ -321,7 +321,7 @@ class SglangSeat:
         for row, (message, num_output_tokens) in ended.items():
             req = rows[row].record.req()
             if req is not None and req.to_finish is None and not req.finished():
-                logger.warning("request %s ends: %s", rows[row].rid, message)
+                logger.warning("request %s ends%s: %s", rows[row].rid, fault_details(rows[row]), message)
                 abort(req, message, num_output_tokens)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -27,6 +28,11 @@ class SglangSettings(PluginSettings):
     """Keys that may ship code. Empty: every client that may generate may also ship code."""
     tenant_header: str | None = None
     """Header in which a trusted gateway names the tenant of a request. None: each key is a tenant."""
+
+    @property
+    def metrics_directory(self) -> str | None:
+        """See `PluginSettings.metrics_directory`. SGLang makes it with `--enable-metrics`."""
+        return os.environ.get("PROMETHEUS_MULTIPROC_DIR")
 
     @property
     def num_keys(self) -> int:

@@ -13,7 +13,7 @@ from .fault_texts import readable, take_fault
 from .params_validation import check, checked, concerns, prepare
 from .request_body import read_json
 from .request_tenant import set_tenant, tenant_of_key
-from .settings import VllmSettings
+from .settings import VllmSettings, logger, make_metrics_directory
 
 Function = Callable[..., Any]
 
@@ -29,6 +29,10 @@ def install() -> None:
         ValueError: they are not those that the plugin knows, or a setting is wrong.
     """
     VllmSettings.from_environment()  # an error shows at the start
+    try:
+        make_metrics_directory()
+    except OSError as error:
+        logger.warning("vLLM's /metrics will not have those of processors: %s", error)
     _wrap(TARGETS)
 
 
@@ -44,7 +48,7 @@ def _wrap(targets: Sequence[HookTarget]) -> None:
 def start(init: Function, llm: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Start the sandboxes with the engine, and wrap functions of the HTTP server."""
     header = VllmSettings.from_environment().tenant_header
-    _wrap([BODY, RESPONSES, KEY if header is None else _named_by(header)])
+    _wrap([BODY, RESPONSES, METRICS, KEY if header is None else _named_by(header)])
     init(llm, vllm_config, *args, **kwargs)
     prepare(vllm_config)
 
@@ -96,6 +100,17 @@ async def stream_response(stream: Function, serving: Any, *args: Any, **kwargs: 
                 yield event
         except _validation_error() as error:
             yield serving.create_error_response(error)
+
+
+def add_metrics(get_registry: Function) -> Any:
+    """Let vLLM's `/metrics` have the metrics of processors."""
+    registry = get_registry()
+    directory = VllmSettings.from_environment().metrics_directory
+    if directory is not None:
+        from logitship.server.runtime.plugin_metrics import register
+
+        register(registry, directory)
+    return registry
 
 
 def _is_fault(completion: Any) -> bool:
@@ -191,6 +206,7 @@ RESPONSES = HookTarget(
     ],
     stream_response,
 )
+METRICS = HookTarget("vllm.entrypoints.serve.instrumentator.metrics.get_prometheus_registry", [], add_metrics)
 KEY = HookTarget(
     "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware.verify_token", ["headers"], tenant_of_key
 )

@@ -21,7 +21,7 @@ from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.draft_tree import DraftTree
-from logitship.server.runtime.fault_message import fault_message
+from logitship.server.runtime.fault_message import fault_details, fault_message
 from logitship.server.runtime.ranks import GroupRanks
 from logitship.server.runtime.request_runtime import RequestRuntime
 from logitship.server.runtime.seat import EngineWorker
@@ -146,9 +146,10 @@ class VllmSeat:
             return
         request.is_reported = True
         logger.error(
-            "request %s ends%s: %s%s",
+            "request %s ends%s%s: %s%s",
             request.rid,
             ", if vLLM accepts its draft tokens" if is_draft else "",
+            fault_details(request),
             fault,
             f"\n{fault.traceback}" if fault.traceback else "",
         )

@@ -11,6 +11,7 @@ import json
 import os
 import pickle
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -30,8 +31,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor, TransportError
 from logitship.client.serialization.processor_string import PYTHON
+from logitship.server.api_keys import tenant_of
 from logitship.server.doctor import run_doctor_command
 from logitship.server.tokenizer import Tokenizer
+from tests.helpers.metrics import growth, read_metrics
 
 from .history_processors import CountsCalls, HashesHistory, history_token
 from .sglang_escapes import ESCAPES, PREVENTED, escaping
@@ -156,7 +159,7 @@ def server(
     model_folder: Path,
     folders: list[Path],
 ) -> Iterator[SglangServer]:
-    arguments = ["--chunked-prefill-size", "64"]
+    arguments = ["--chunked-prefill-size", "64", "--enable-metrics"]
     if request.param == "normal":
         arguments.append("--disable-overlap-schedule")
     environment = {
@@ -190,6 +193,25 @@ def generate(client: Client, prompt: str | list[int] = PROMPT, tokens: int = TOK
 
 def test_force_token(client: Client) -> None:
     assert generate(client, processor=STRINGS["ForceToken"], params={"token_id": 1234}) == [1234] * TOKENS
+
+
+def test_metrics(server: SglangServer) -> None:
+    """They are those of logitship's own server, beside SGLang's."""
+    before = read_metrics(server.url)
+    with Client(server.url, timeout=300, headers={"x-tenant": "metrics"}) as client:
+        generate(client, processor=NeedsNoParams)
+        with pytest.raises((BadRequestError, GenerationError), match="assert"):
+            generate(client, processor=ForcesItsToken, params={})
+    grown = growth(before, server.url, "", TOKENS + 1)
+    assert grown("processor_rows_total", processor="NeedsNoParams", origin="shipped") == TOKENS
+    assert grown("processor_call_duration_seconds_count", origin="shipped") == TOKENS + 1
+    assert grown("processor_faults_total", processor="ForcesItsToken", origin="shipped", kind="exception") == 1
+    assert grown("processor_load_duration_seconds_count") == 2
+    assert grown("tenant_step_seconds_total", tenant=tenant_of("metrics")) > 0
+    assert grown("sandboxes_started_total") >= 4  # in the front end and in the scheduler
+    assert "sglang:prompt_tokens_total" in httpx.get(f"{server.url}/metrics").text
+    line = rf"request \S+ ends \(tenant {tenant_of('metrics')}, processor sha256:\w+\): .*ForcesItsToken"
+    assert re.search(line, server.text)
 
 
 def test_boost(client: Client) -> None:

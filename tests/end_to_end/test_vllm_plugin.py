@@ -33,6 +33,7 @@ from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationE
 from logitship.client.serialization.processor_string import PYTHON
 from logitship.server.api_keys import tenant_of
 from logitship.server.model.default_model import default_model_folder
+from tests.helpers.metrics import growth, read_metrics
 
 from .history_processors import CountsCalls, HashesHistory, history_token
 from .sglang_server import add_distribution
@@ -444,6 +445,28 @@ def test_load_errors(client: Client) -> None:
         generate(client, processor=InstalledProcessor("nothing"))
     with pytest.raises(BadRequestError, match="token_ids: missing"):
         generate(client, processor=InstalledProcessor("disallowed_tokens"), params={})
+
+
+def test_metrics(served: tuple[str, Server], client: Client) -> None:
+    """All servers count the same. `logitship serve` names no classes of clients with several keys."""
+    before = read_metrics(served[0], KEYS[0])
+    generate(client, processor=COUNTS_CALLS, params={"first": FIRST})
+    with pytest.raises((BadRequestError, GenerationError), match="the third token is too much"):
+        generate(client, processor=FailsAtThird)
+    grown = growth(before, served[0], KEYS[0], TOKENS + 3)
+    names = ("CountsCalls", "FailsAtThird") if served[1].scheduling else ("other", "other")
+    if served[1].scheduling:
+        assert grown("processor_rows_total", processor="CountsCalls", origin="shipped") == TOKENS
+    assert grown("processor_call_duration_seconds_count", origin="shipped") == TOKENS + 3
+    assert grown("processor_calls_total", origin="shipped") == TOKENS + 3
+    assert grown("processor_faults_total", processor=names[1], origin="shipped", kind="exception") == 1
+    assert grown("processor_load_duration_seconds_count") == 2
+    assert grown("tenant_step_seconds_total", tenant=tenant_of(KEYS[0])) > 0
+    assert grown("sandboxes_started_total") >= 1
+    assert read_metrics(served[0], KEYS[0])("sandboxes") >= 1
+    if served[1].scheduling:
+        line = rf"request \S+ ends \(tenant {tenant_of(KEYS[0])}, processor sha256:\w+\): .*FailsAtThird"
+        assert re.search(line, "".join(served[1].log))
 
 
 def test_vllm_scheduling_mode(served: tuple[str, Server]) -> None:

@@ -302,7 +302,7 @@ class FakeEngine(AsyncEngine):
         return False
 
     def stats(self) -> EngineStats:
-        return EngineStats(1, 2, 3, self.accepting, 0, 0, 0, 0, 0)
+        return EngineStats(running=1, waiting=2, steps=3, accepting=self.accepting)
 
     @property
     def healthy(self) -> bool:

@@ -25,7 +25,22 @@ from .conftest import Read, Time
 
 MODEL = ModelInfo("tiny", "/secret/path", 8, 64, frozenset({1}), "float32", "cpu", "Tiny")
 STATS = EngineStats(
-    *(3, 2, 7, True, *range(11, 16), *range(31, 35), *range(16, 19)),
+    running=3,
+    waiting=2,
+    steps=7,
+    accepting=True,
+    processor_cache_hits=11,
+    processor_cache_misses=12,
+    processor_cache_evictions=13,
+    processor_cache_entries=14,
+    processor_cache_bytes=15,
+    prefix_tokens_asked=31,
+    prefix_tokens_found=32,
+    prefix_blocks=33,
+    prefix_blocks_capacity=34,
+    registered_processors=16,
+    drafted=17,
+    accepted=18,
     forced=6,
     sandboxes=19,
     sandboxes_started=20,

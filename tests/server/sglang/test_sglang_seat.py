@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
+from prometheus_client.multiprocess import MultiProcessCollector
 
 from logitship.sampler.edits.logit_edits import EditLog
 from logitship.sampler.processors.executor import CollectEdits, RunOutcome
@@ -112,6 +115,27 @@ def test_steps_without_processors_release_those_of_finished_requests(monkeypatch
     assert hooks.sample(lambda *args: "tokens", object(), object(), plain) == "tokens"
     assert fake.processors.in_use == 0
     assert not fake.seat.are_used
+
+
+def test_idle_scheduler_releases_those_of_finished_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = Sglang()
+    fake.step(fake.start(Job("x", tokens=1)))
+    monkeypatch.setattr(hooks, "_steps", fake.seat)
+    for batch, in_use in (object(), 1), (None, 0):
+        plan = SimpleNamespace(batch_to_run=batch)
+        assert hooks.add_loaded(lambda *args, plan=plan, **kwargs: plan, object(), None, None) is plan
+        assert fake.processors.in_use == in_use
+
+
+def test_metrics_of_sglang_have_those_of_processors(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    monkeypatch.setattr(MultiProcessCollector, "__init__", MultiProcessCollector.__init__)  # restored afterwards
+    assert hooks.METRICS.difference is None
+    hooks.METRICS.wrap()
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry)
+    (tmp_path / "logitship-1-0.json").write_text('[["logitship_x", "X.", "counter", [["logitship_x_total", {}, 2.0]]]]')
+    assert registry.get_sample_value("logitship_x_total") == 2
 
 
 def test_error_of_the_plugin_between_steps_is_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:

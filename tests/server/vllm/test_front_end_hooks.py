@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from starlette.testclient import TestClient
 
 import logitship_vllm
@@ -19,6 +21,7 @@ from logitship.server.runtime.hook_target import HookTarget
 from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.vllm import front_end_hooks, params_validation
 from logitship.server.vllm.request_tenant import current_tenant, read_tenant
+from logitship.server.vllm.settings import METRICS_DIRECTORY
 from tests.server.vllm.conftest import MakeParams
 
 FAULT_TOKEN = 63
@@ -72,13 +75,14 @@ class FakeLLM:
 
 
 @pytest.fixture
-def llm(monkeypatch: pytest.MonkeyPatch) -> Any:
+def llm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """An `AsyncLLM` with hooks."""
+    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
     monkeypatch.setenv("LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR", "1")
     monkeypatch.setenv("LOGITSHIP_VLLM_PROCESSOR_ISOLATION", "none")
     monkeypatch.setattr(params_validation, "_front_ends", {})
     monkeypatch.setattr(params_validation, "_checks_async_requests", False)
-    monkeypatch.setattr(front_end_hooks, "_wrapped", {front_end_hooks.RESPONSES.path})
+    monkeypatch.setattr(front_end_hooks, "_wrapped", {front_end_hooks.RESPONSES.path, front_end_hooks.METRICS.path})
     module = ModuleType("vllm.exceptions")
     vars(module)["VLLMValidationError"] = VLLMValidationError
     engine = ModuleType("vllm.v1.engine.async_llm")
@@ -251,3 +255,10 @@ def test_entry_point_does_nothing_until_the_plugin_is_named(
     logitship_vllm.load()
     assert EngineArgs().create_engine_config().model_config.logits_processors == named
     assert done == installed
+
+
+def test_metrics_of_vllm_have_those_of_processors(llm: Any, tmp_path: Path) -> None:
+    registry = CollectorRegistry()
+    assert front_end_hooks.add_metrics(lambda: registry) is registry
+    (tmp_path / "logitship-1-0.json").write_text('[["logitship_x", "X.", "counter", [["logitship_x_total", {}, 2.0]]]]')
+    assert registry.get_sample_value("logitship_x_total") == 2
