@@ -14,6 +14,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 from logitship.server.http.app import create_app
+from logitship.server.metrics.engine_stats import ProcessorStats
+from logitship.server.runtime.plugin_metrics import PluginMetrics
 from tests.helpers.engine_requests import BuildEngine
 
 ROOT = Path(__file__).parents[1]
@@ -68,9 +70,25 @@ def test_dashboard_metrics_are_exported(metrics: dict[str, Metric]) -> None:
     assert len(named) > 25
 
 
+def test_page_and_dashboard_say_what_vllm_and_sglang_have() -> None:
+    families = PluginMetrics({}, 1, ProcessorStats).collect()
+    shared = {family.name + SUFFIX.get(family.type, "") for family in families}
+    section = (ROOT / "docs/monitoring.md").read_text().partition("## Inside vLLM and SGLang")[2].partition("\n## ")[0]
+    assert {f"logitship_{name}" for name in re.findall(r"^- `(\w+)`", section, re.MULTILINE)} == shared
+    for panel in PANELS:
+        queries = " ".join(target["expr"] for target in panel["targets"])
+        named = set(re.findall(r"\b((?:logitship|process)_\w+?)(?:_bucket|_sum|_count)?\b", queries))
+        assert ("logitship serve" in panel.get("description", "")) == (not named <= shared), panel["title"]
+    (variable,) = (each for each in DASHBOARD["templating"]["list"] if each["name"] == "instance")
+    assert (
+        re.findall(r"logitship_\w+", variable["definition"] + variable["query"]["query"]) == ["logitship_sandboxes"] * 2
+    )
+
+
 def test_documented_metrics_are_on_the_dashboard() -> None:
     queries = json.dumps(DASHBOARD)
     left_out = {
+        "logitship_info",
         "logitship_accepting",
         "logitship_pool_jobs_running",
         "logitship_steps_total",

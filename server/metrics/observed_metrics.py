@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from itertools import accumulate
 from typing import Literal, get_args
@@ -328,6 +329,11 @@ class ProcessorLabels:
         return known
 
 
+@cache
+def _bound_names(bounds: tuple[float, ...]) -> list[str]:
+    return [*map(floatToGoString, bounds), "+Inf"]
+
+
 class CallStatistics:
     """Statistics of the calls with one label. Written by one thread, without a lock.
 
@@ -357,8 +363,7 @@ class CallStatistics:
 
     def buckets(self) -> list[tuple[str, int]]:
         """Return the cumulative counts by upper bound, as `HistogramMetricFamily` takes them."""
-        names = [*map(floatToGoString, self._bounds), "+Inf"]
-        return list(zip(names, accumulate(self.counts), strict=True))
+        return list(zip(_bound_names(tuple(self._bounds)), accumulate(self.counts), strict=True))
 
 
 class ProcessorCalls(Collector):

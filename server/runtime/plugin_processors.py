@@ -140,10 +140,8 @@ class PluginProcessors:
         held: list[LoadedProcessor] = []
         try:
             for string in self._to_load(requested, tenant):
-                began = self._clock()
-                held.append(await self._queue.acquire(string, tenant))
-                if self.metrics is not None:
-                    self.metrics.loaded(self._clock() - began)
+                with self._timed_load():
+                    held.append(await self._queue.acquire(string, tenant))
             await in_daemon_thread(lambda: self.release(self.load(requested, "admission", tenant)))
         except _LOAD_ERRORS as error:
             raise ValueError(str(error)) from None
@@ -241,6 +239,15 @@ class PluginProcessors:
         self._loader.close()
         if isinstance(self._executor, SandboxExecutor):
             self._executor.close()
+
+    @contextlib.contextmanager
+    def _timed_load(self) -> Iterator[None]:
+        began = self._clock()
+        try:
+            yield
+        finally:
+            if self.metrics is not None:
+                self.metrics.loaded(self._clock() - began)
 
     def _to_load(self, requested: Sequence[ProcessorRequest], tenant: str) -> Iterator[Runnable]:
         """Return the shipped processors. Those that `load` refuses at once are left out."""

@@ -35,6 +35,11 @@ class SglangSettings(PluginSettings):
         return os.environ.get("PROMETHEUS_MULTIPROC_DIR")
 
     @property
+    def names_in_metrics(self) -> bool:
+        """See `PluginSettings.names_in_metrics`."""
+        return super().names_in_metrics and self.tenant_header is None
+
+    @property
     def num_keys(self) -> int:
         """Number of keys that may ship code."""
         return len({*self.shipping_api_key})

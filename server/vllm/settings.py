@@ -47,6 +47,11 @@ class VllmSettings(PluginSettings):
         return os.environ.get(METRICS_DIRECTORY)
 
     @property
+    def names_in_metrics(self) -> bool:
+        """See `PluginSettings.names_in_metrics`."""
+        return super().names_in_metrics and self.tenant_header is None
+
+    @property
     def shipping_is_off(self) -> str | None:
         """Reason why requests may not ship code; None: they may."""
         if self.enable_custom_logit_processor:

@@ -196,16 +196,16 @@ def test_force_token(client: Client) -> None:
 
 
 def test_metrics(server: SglangServer) -> None:
-    """They are those of logitship's own server, beside SGLang's."""
+    """They are those of logitship's own server, beside SGLang's. Several tenants do not read the names of classes."""
     before = read_metrics(server.url)
     with Client(server.url, timeout=300, headers={"x-tenant": "metrics"}) as client:
         generate(client, processor=NeedsNoParams)
-        with pytest.raises((BadRequestError, GenerationError), match="assert"):
+        with pytest.raises((BadRequestError, GenerationError), match="token_id"):
             generate(client, processor=ForcesItsToken, params={})
     grown = growth(before, server.url, "", TOKENS + 1)
-    assert grown("processor_rows_total", processor="NeedsNoParams", origin="shipped") == TOKENS
+    assert grown("processor_rows_total", processor="other", origin="shipped") == TOKENS + 1
     assert grown("processor_call_duration_seconds_count", origin="shipped") == TOKENS + 1
-    assert grown("processor_faults_total", processor="ForcesItsToken", origin="shipped", kind="exception") == 1
+    assert grown("processor_faults_total", processor="other", origin="shipped", kind="exception") == 1
     assert grown("processor_load_duration_seconds_count") == 2
     assert grown("tenant_step_seconds_total", tenant=tenant_of("metrics")) > 0
     assert grown("sandboxes_started_total") >= 4  # in the front end and in the scheduler

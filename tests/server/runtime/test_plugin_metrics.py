@@ -107,7 +107,14 @@ def test_fault_is_logged_with_the_digest(engine: type[PluginEngine]) -> None:
 
 
 def test_several_tenants_do_not_read_the_names_of_classes(directory: Path) -> None:
-    for settings, name in ((VllmSettings(), "Mine"), (VllmSettings(num_tenants=2), "other")):
+    for settings, name in (
+        (VllmSettings(), "Mine"),
+        (VllmSettings(num_tenants=2), "other"),
+        (VllmSettings(tenant_header="x-tenant"), "other"),
+        (SglangSettings(shipping_api_key=("a",)), "Mine"),
+        (SglangSettings(shipping_api_key=("a", "b")), "other"),
+        (SglangSettings(tenant_header="x-tenant"), "other"),
+    ):
         processors = PluginProcessors(
             settings, ModelView(10, frozenset({0}), None), Registry(()), DisabledExecutor("off"), max_entries=1
         )
