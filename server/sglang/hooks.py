@@ -310,7 +310,7 @@ ROUTES = (
 )
 """Wrapped only where SGLang serves HTTP."""
 METRICS = HookTarget("prometheus_client.multiprocess.MultiProcessCollector.__init__", ["registry", "path"], add_metrics)
-"""What SGLang adds to the registry of its `/metrics`. Wrapped only if it has one."""
+"""Collects the metrics of all processes for SGLang's `/metrics`. Wrapped only if it has one."""
 VERIFY = HookTarget(
     "sglang.srt.speculative.eagle_utils.eagle_sample",
     [

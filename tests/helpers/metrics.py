@@ -1,4 +1,4 @@
-"""What a server says at `/metrics`."""
+"""Reads the metrics of a server."""
 
 from __future__ import annotations
 
