@@ -129,6 +129,8 @@ class MetricsFile:
             try:
                 self.write()
                 has_failed = False
+            except FileNotFoundError:
+                return  # the front end has ended, or is on another machine
             except Exception:  # boundary: other engine
                 if not has_failed:
                     self._logger.exception("the metrics of processors in this process cannot be written")
