@@ -193,7 +193,7 @@ SLEEPS = shipped("Sleeps", "import time; time.sleep(6.0); return logits + 0.0")
 
 @pytest.mark.slow
 @on(BATCHED)
-def test_slow_request_ends_and_others_continue(engine: type[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_request_ends_and_others_continue(engine: type[PluginEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second may find the processor busy with a call of the first."""
     monkeypatch.setattr(allowances, "BURST", 1.0)  # a fast call takes less on a busy machine, too
     monkeypatch.setattr(allowances, "MIN_NEW", 1.0)
@@ -206,6 +206,7 @@ def test_slow_request_ends_and_others_continue(engine: type[FakeEngine], monkeyp
     assert fake.ends.keys() == {"slow 0", "slow 1"}
     assert all("processor Sleeps is too slow: steps have waited" in message for message in fake.ends.values())
     assert not fake.held
+    fake.processors.close()
 
 
 @on(PLUGINS)

@@ -116,7 +116,12 @@ def test_several_tenants_do_not_read_the_names_of_classes(directory: Path) -> No
         (SglangSettings(tenant_header="x-tenant"), "other"),
     ):
         processors = PluginProcessors(
-            settings, ModelView(10, frozenset({0}), None), Registry(()), DisabledExecutor("off"), max_entries=1
+            settings,
+            ModelView(10, frozenset({0}), None),
+            Registry(()),
+            DisabledExecutor("off"),
+            max_entries=1,
+            params_checker=None,
         )
         processors.start_metrics(logger)
         assert processors.metrics is not None
@@ -127,7 +132,7 @@ def test_several_tenants_do_not_read_the_names_of_classes(directory: Path) -> No
 async def test_front_end_observes_loads(directory: Path) -> None:
     executor = PausedExecutor()
     model = ModelView(10, frozenset({0}), None)
-    processors = PluginProcessors(SglangSettings(), model, Registry(()), executor, max_entries=9)
+    processors = PluginProcessors(SglangSettings(), model, Registry(()), executor, max_entries=9, params_checker=None)
     processors.start_metrics(logger)
     metrics = processors.metrics
     assert metrics is not None

@@ -44,6 +44,7 @@ def test_admission_keeps_no_sandbox(model: ModelView) -> None:
     for uses in loaded:
         processors.release(uses)
     assert processors.in_use == 0
+    processors.close()
 
 
 @pytest.mark.slow
@@ -55,6 +56,7 @@ async def test_slow_load_is_refused_and_remembered(model: ModelView) -> None:
     with pytest.raises(ValueError, match=r"gave no answer within (0\.3|1\.5) s.* the next one is possible in \d+ s"):
         await processors.check(shipped(True))
     assert processors.in_use == 0
+    processors.close()
 
 
 def test_refused_request_releases_its_processors(
