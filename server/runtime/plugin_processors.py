@@ -6,9 +6,9 @@ process that runs the model, to run them.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -31,9 +31,10 @@ from logitship.sampler.processors.executor import (
     ExecutorUnavailable,
     LoadedProcessor,
     ProcessorExecutor,
+    group_name,
 )
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
-from logitship.sampler.processors.processor_cache import CacheStats, Key, ProcessorCache, ProcessorCacheFull
+from logitship.sampler.processors.processor_cache import CacheStats, ProcessorCache, ProcessorCacheFull
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.cpu_time import background_cores
@@ -45,6 +46,7 @@ from logitship.server.processors.load_queue import LoadQueue, LoadQueueFull, Out
 from logitship.server.processors.params_checker import InvalidParams, ParamsChecker
 from logitship.server.processors.processor_library import ProcessorLoader, ProcessorNotAllowed
 from logitship.server.processors.sandboxes import new_zygote, sandbox_executor
+from logitship.server.refusals import ThreadUnavailable
 from logitship.server.requests.fair_pool import in_daemon_thread
 from logitship.server.requests.messages import ProcessorRequest
 
@@ -63,9 +65,10 @@ _LOAD_ERRORS = (
     ProcessorCacheFull,
     PreparationUnavailable,
     LoadQueueFull,
+    ThreadUnavailable,
 )
-_KEPT = 10.0
-"""Seconds for which a processor that `is_loading` has loaded waits for `load`."""
+_REMEMBERED = 10.0
+"""Seconds for which the error of a load that `is_loading` began waits for `load`."""
 
 
 @dataclass(eq=False)
@@ -73,12 +76,12 @@ class _BegunLoad:
     """A load that `is_loading` began.
 
     Attributes:
-        outcome: the processor or the error; None until it is known.
-        until: time until which `load` may take it. Its request may have been aborted.
+        ended_at: when it ended; None while it goes on.
+        error: why the processor cannot run; None if it is loaded.
     """
 
-    outcome: Outcome | None = None
-    until: float = math.inf
+    ended_at: float | None = None
+    error: BaseException | None = None
 
 
 class PluginProcessors:
@@ -114,7 +117,7 @@ class PluginProcessors:
         self._settings = settings
         self._executor = executor
         self._clock = clock
-        self._begun: dict[Key, _BegunLoad] = {}
+        self._begun: dict[str, _BegunLoad] = {}
         self._loader = ProcessorLoader(
             registry,
             ProcessorCache(
@@ -142,7 +145,10 @@ class PluginProcessors:
             for string in self._to_load(requested, tenant):
                 with self._timed_load():
                     held.append(await self._queue.acquire(string, tenant))
-            await in_daemon_thread(lambda: self.release(self.load(requested, "admission", tenant)))
+            # A schema takes up to seconds to check, and would hold one of the few threads of the shared pool.
+            has_schema = any(processor.params_schema is not None for processor in held)
+            run_in_thread = in_daemon_thread if has_schema else asyncio.to_thread
+            await run_in_thread(lambda: self.release(self.load(requested, "admission", tenant)))
         except _LOAD_ERRORS as error:
             raise ValueError(str(error)) from None
         finally:
@@ -154,9 +160,22 @@ class PluginProcessors:
 
         To be asked again until it returns False. Then `load` returns or raises at once.
         """
-        self._release_begun(lambda load: load.until < self._clock())
+        self._drop_ended_loads()
         loading = [self._is_loading(string, tenant) for string in self._to_load(requested, tenant)]  # begin all
         return any(loading)
+
+    def has_begun(self, names: Iterable[str]) -> bool:
+        """Return whether a load that `is_loading` began for one of these processors goes on.
+
+        Args:
+            names: as `group_names` returns them.
+        """
+        loads = [self._begun[name] for name in names if name in self._begun]
+        return any(load.ended_at is None for load in loads)
+
+    def group_names(self, requested: Sequence[ProcessorRequest], tenant: str = "") -> list[str]:
+        """Return the `LoadedProcessor.group_name` that each shipped processor of a request will have."""
+        return [group_name(tenant, string.digest) for string in self._to_load(requested, tenant)]
 
     def load(self, requested: Sequence[ProcessorRequest], rid: str, tenant: str = "") -> tuple[ProcessorUse, ...]:
         """Load the processors of a request. Give them back with `release`.
@@ -214,8 +233,7 @@ class PluginProcessors:
 
     def _stats(self, allowances: Allowances | None) -> ProcessorStats:
         """Return the current stats. Those of the cache, which holds verdicts in a front end, only with `allowances`."""
-        executor = self._executor.executor if isinstance(self._executor, AdmissionExecutor) else self._executor
-        sandboxes = executor.stats() if isinstance(executor, SandboxExecutor) else SandboxStats(0, 0, {})
+        sandboxes = SandboxStats(0, 0, {}) if self._sandboxes is None else self._sandboxes.stats()
         cache = CacheStats(0, 0, 0, 0, 0) if allowances is None else self._loader.cache_stats()
         loads = self._queue.stats()
         return ProcessorStats(
@@ -235,10 +253,15 @@ class PluginProcessors:
 
     def close(self) -> None:
         """End the sandboxes."""
-        self._release_begun(lambda load: True)
         self._loader.close()
-        if isinstance(self._executor, SandboxExecutor):
-            self._executor.close()
+        if self._sandboxes is not None:
+            self._sandboxes.close()
+
+    @property
+    def _sandboxes(self) -> SandboxExecutor | None:
+        """The executor of shipped processors, if it runs them in sandboxes."""
+        executor = self._executor.executor if isinstance(self._executor, AdmissionExecutor) else self._executor
+        return executor if isinstance(executor, SandboxExecutor) else None
 
     @contextlib.contextmanager
     def _timed_load(self) -> Iterator[None]:
@@ -258,44 +281,56 @@ class PluginProcessors:
                     yield found
 
     def _is_loading(self, string: Runnable, tenant: str) -> bool:
-        key = (tenant, string.digest)
-        load = self._begun.get(key)
-        if load is None:
-            ready = self._loader.cache.acquire_ready(string, tenant)
-            if ready is not None:
-                self._loader.release(ready)
-                return False
-            load = _BegunLoad()
-            try:
-                self._queue.begin(string, tenant, partial(self._deliver, load))
-            except LoadQueueFull:
-                return True
-            except ProcessorLoadError as error:
-                self._deliver(load, error)
-            self._begun[key] = load
-        return load.outcome is None
+        name = group_name(tenant, string.digest)
+        load = self._begun.get(name)
+        if load is not None:
+            return load.ended_at is None
+        ready = self._loader.cache.acquire_ready(string, tenant)
+        if ready is not None:
+            self._loader.release(ready)
+            return False
+        load = _BegunLoad()
+        try:
+            self._queue.begin(string, tenant, partial(self._end, load))
+        except LoadQueueFull:
+            return True
+        except ProcessorLoadError as error:
+            self._end(load, error)
+        self._begun[name] = load
+        return load.ended_at is None
 
-    def _deliver(self, load: _BegunLoad, outcome: Outcome) -> None:
-        """Set the outcome of a load, in any thread."""
-        load.until = self._clock() + _KEPT
-        load.outcome = outcome
+    def _end(self, load: _BegunLoad, outcome: Outcome) -> None:
+        """Record the end of a load, in any thread. The cache keeps the processor; its request may have been aborted."""
+        if isinstance(outcome, LoadedProcessor):
+            self._loader.release(outcome)
+        else:
+            load.error = outcome
+        load.ended_at = self._clock()
 
-    def _release_begun(self, ends: Callable[[_BegunLoad], bool]) -> None:
-        """Release the processors of some loads, and forget these."""
-        for key in [key for key, load in self._begun.items() if ends(load)]:
-            outcome = self._begun.pop(key).outcome
-            if isinstance(outcome, LoadedProcessor):
-                self._loader.release(outcome)
+    def _drop_ended_loads(self) -> None:
+        """Drop the loads that have ended, but errors only after a while."""
+        oldest = self._clock() - _REMEMBERED
+        self._begun = {
+            name: load
+            for name, load in self._begun.items()
+            if load.ended_at is None or (load.error is not None and load.ended_at > oldest)
+        }
 
     def _acquire(self, request: ProcessorRequest, tenant: str) -> LoadedProcessor:
-        """Return a processor that `is_loading` has loaded, or load it."""
+        """Return a processor, loaded if necessary.
+
+        Raises:
+            BaseException: a load that `is_loading` began has failed.
+        """
         for string in self._to_load([request], tenant):
-            load = self._begun.get((tenant, string.digest))
-            if load is not None and load.outcome is not None:
-                del self._begun[tenant, string.digest]
-                if isinstance(load.outcome, LoadedProcessor):
-                    return load.outcome
-                raise load.outcome
+            name = group_name(tenant, string.digest)
+            load = self._begun.get(name)
+            if load is not None and load.error is not None:
+                del self._begun[name]
+                raise load.error
+            ready = self._loader.cache.acquire_ready(string, tenant)
+            if ready is not None:
+                return ready
         return self._loader.acquire(request.string, tenant)
 
     def _use(self, request: ProcessorRequest, rid: str, tenant: str) -> ProcessorUse:

@@ -23,9 +23,7 @@ from contextlib import contextmanager
 
 import torch
 
-from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.sampler.batch_processors.interface import BatchUpdate
-from logitship.sampler.processors.executor import group_name
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.shipped_processors import ShippedProcessors, observe_nothing
 
@@ -38,7 +36,7 @@ from .tracked_request import INTERNAL_ERROR, TrackedRequest
 MAX_LOADING = 30.0
 """Seconds of a step after which it loads no more classes. Each may take `SANDBOX_LOAD_TIMEOUT`, and all requests wait;
 SGLang ends itself if a step takes 300 s."""
-_NOT_LOADED = "its class was not loaded: those of other requests took too long in the same step; try again"
+_NOT_LOADED = "its class is not loaded, because the classes of other requests took its place or its time; try again"
 
 _Rows = Mapping[int, TrackedRequest]
 
@@ -84,6 +82,7 @@ class RequestRuntime:
         self._running: dict[int, TrackedRequest] = {}
         self._planned: dict[int, tuple[TrackedRequest, int]] = {}
         self._loads_until: float | None = None
+        self._loads_outside = False
 
     @contextmanager
     def or_fail(self, requests: Iterable[TrackedRequest]) -> Iterator[None]:
@@ -103,13 +102,18 @@ class RequestRuntime:
         self._allowances.collect()
 
     def load(self, request: TrackedRequest) -> None:
-        """Load the processors of a new request, unless that takes time and the step has loaded for long enough."""
+        """Load the processors of a new request.
+
+        It ends instead if that would take time, and requests wait outside of the batch (`must_wait`) or the step has
+        loaded for long enough.
+        """
         if self._processors is None:
             return
         self._loads_until = self._loads_until or time.monotonic() + MAX_LOADING
         try:
             requested = request.requested = self._seat.processors_of(request)
-            if time.monotonic() >= self._loads_until and self._processors.is_loading(requested, request.tenant):
+            must_not_load = self._loads_outside or time.monotonic() >= self._loads_until
+            if must_not_load and self._processors.is_loading(requested, request.tenant):
                 raise ValueError(_NOT_LOADED)
             uses = self._processors.load(requested, request.rid, request.tenant)
             try:
@@ -132,13 +136,24 @@ class RequestRuntime:
         """
         if self._processors is None:
             return False
+        self._loads_outside = True
         try:
             requested = self._seat.processors_of(request)
         except ValueError:
             return False  # `load` ends it
-        strings = [each.string for each in requested if not isinstance(each.string, InstalledProcessor)]
-        is_paused = any(self._allowances.is_paused(group_name(request.tenant, each.digest)) for each in strings)
-        return self._processors.is_loading(requested, request.tenant) or is_paused
+        is_loading = self._processors.is_loading(requested, request.tenant)
+        return is_loading or self._are_paused(self._processors.group_names(requested, request.tenant))
+
+    def still_wait(self, names: Sequence[str]) -> bool:
+        """Return whether requests with these processors still wait. If not, `must_wait` is to be asked again.
+
+        Args:
+            names: as `PluginProcessors.group_names` returns them.
+        """
+        return self._processors is not None and (self._processors.has_begun(names) or self._are_paused(names))
+
+    def _are_paused(self, names: Iterable[str]) -> bool:
+        return any(self._allowances.is_paused(name) for name in names)
 
     def begin(self, rows: _Rows) -> None:
         """Begin calls before their logits exist. Optional, before `apply`.

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from logitship.client.http.vllm_handshake import PluginInfo
-from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission
@@ -107,8 +106,8 @@ async def check(llm: Any, params: Any) -> None:
     tenant = current_tenant()
     await front_end.processors.check(requested, tenant)
     front_end.accept(params)
-    digests = [each.string.digest for each in requested if not isinstance(each.string, InstalledProcessor)]
-    await front_end.worker_loads.wait(llm, params.extra_args, tenant, digests)
+    names = front_end.processors.group_names(requested, tenant)
+    await front_end.worker_loads.wait(llm, params.extra_args, names)
 
 
 @contextmanager

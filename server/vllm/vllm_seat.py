@@ -61,16 +61,17 @@ class VllmSeat:
         self._faults: dict[str, str] = {}
         self._runtime = RequestRuntime(self, worker)
 
-    def must_wait(self, extra_args: dict[str, Any]) -> bool:
+    def must_wait(self, extra_args: dict[str, Any] | None, names: Sequence[str]) -> bool:
         """Begin to load the processors of a new request, and return whether it is to wait outside of the batch.
 
         Args:
-            extra_args: the request's, which the front end has checked.
+            extra_args: the request's, which the front end has checked; None: it was asked about before.
+            names: see `RequestRuntime.still_wait`.
         """
         params = SimpleNamespace(extra_args=extra_args)
         request, must_wait = TrackedRequest(params, "", [], tenant=read_tenant(params)), False
         with self._runtime.or_fail([request]):
-            must_wait = self._runtime.must_wait(request)
+            must_wait = self._runtime.still_wait(names) if extra_args is None else self._runtime.must_wait(request)
         return must_wait
 
     def _track(self, rid: str, params: Any, prompt_token_ids: list[int]) -> TrackedRequest:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .callers import find_caller
@@ -19,9 +19,11 @@ _READY_FOR = 0.1
 _DELAYS = (0.01, 0.25)
 """Shortest and longest time between two questions, in seconds."""
 _GROWTH = 1.5
+_PATIENCE = 1.0
+"""Seconds between two looks whether the engine still runs, while it does not answer."""
 
 
-def answer_front_ends(must_wait: Callable[[dict[str, Any]], bool]) -> None:
+def answer_front_ends(must_wait: Callable[[dict[str, Any] | None, Sequence[str]], bool]) -> None:
     """Let front ends ask the worker that makes the plugin.
 
     Args:
@@ -45,25 +47,53 @@ class WorkerLoads:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._ready_until: dict[tuple[str, str], float] = {}
+        self._ready_until: dict[str, float] = {}
+        self._asking: dict[frozenset[str], asyncio.Task[None]] = {}
 
-    async def wait(self, llm: Any, extra_args: Mapping[str, Any], tenant: str, digests: Iterable[str]) -> None:
+    async def wait(self, llm: Any, extra_args: Mapping[str, Any], names: Sequence[str]) -> None:
         """Wait until the workers have loaded the processors of a request, or know that they can't, and none is paused.
+
+        Requests with the same processors are asked about together.
 
         Args:
             llm: vLLM's `AsyncLLM`.
             extra_args: the request's, with its tenant.
-            tenant: who sent it.
-            digests: the digests of its shipped processors.
+            names: its shipped processors, as `PluginProcessors.group_names` returns them.
+
+        Raises:
+            BaseException: the engine has ended, see `AsyncLLM.dead_error`.
         """
         now = self._clock()
-        keys = {(tenant, digest) for digest in digests}
-        if all(self._ready_until.get(key, now) > now for key in keys):
+        if all(self._ready_until.get(name, now) > now for name in names):
             return
+        key = frozenset(names)
+        task = self._asking.get(key)
+        if task is None:
+            task = self._asking[key] = asyncio.create_task(self._ask_until_ready(llm, dict(extra_args), names))
+            task.add_done_callback(lambda _: self._asking.pop(key, None))
+        await asyncio.shield(task)
+
+    async def _ask_until_ready(self, llm: Any, extra_args: dict[str, Any], names: Sequence[str]) -> None:
         delay, longest = _DELAYS
-        while any(await llm.collective_rpc(_METHOD, args=(dict(extra_args),))):
-            await asyncio.sleep(delay)
-            delay = min(longest, delay * _GROWTH)
+        while await _ask(llm, extra_args, names):
+            still_wait = True
+            while still_wait:  # without the strings, which may be long
+                await asyncio.sleep(delay)
+                delay = min(longest, delay * _GROWTH)
+                still_wait = await _ask(llm, None, names)
         now = self._clock()
-        self._ready_until = {key: until for key, until in self._ready_until.items() if until > now}
-        self._ready_until |= dict.fromkeys(keys, now + _READY_FOR)
+        self._ready_until = {name: until for name, until in self._ready_until.items() if until > now}
+        self._ready_until |= dict.fromkeys(names, now + _READY_FOR)
+
+
+async def _ask(llm: Any, extra_args: dict[str, Any] | None, names: Sequence[str]) -> bool:
+    """Ask the workers of all engines, and return whether one must wait."""
+    arguments = ("collective_rpc", _METHOD, None, (extra_args, [*names]), None)
+    asked = asyncio.ensure_future(llm.engine_core.call_utility_all_async(*arguments))
+    try:
+        while not (await asyncio.wait([asked], timeout=_PATIENCE))[0]:
+            if llm.errored:  # it will not answer, nor say so
+                raise llm.dead_error
+    finally:
+        asked.cancel()
+    return any(answer for answers in asked.result() for answer in answers)

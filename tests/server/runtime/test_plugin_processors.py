@@ -120,28 +120,22 @@ async def test_error_of_a_load_in_the_background_is_raised_when_it_is_taken() ->
     await scene.until_loaded("A")
 
 
-async def test_processor_that_nobody_takes_is_released() -> None:
-    """Its request may have been aborted."""
+async def test_loads_that_nobody_takes_hold_no_place() -> None:
+    """Their requests may have been aborted."""
     scene = Scene()
     scene.is_loading("A")
     await scene.until_loaded("A")
-    assert scene.num_in_use() == 1
-    scene.clock.now += 11.0
-    assert not scene.is_loading("A")
     assert scene.num_in_use() == 0
-
-
-async def test_processor_is_released_if_nobody_asks_again() -> None:
-    """Its request was aborted while it was loading."""
-    scene = Scene()
-    scene.is_loading("A")
-    await scene.executor.until_began(("a", "A"))
-    scene.executor.end("a", "A")
-    while not scene.processors._begun["a", shipped("A")[0].string.digest].outcome:
+    scene.is_loading("B", "C")
+    await scene.executor.until_began(("a", "A"), ("a", "B"), ("a", "C"))
+    scene.executor.end("a", "B")
+    scene.executor.end("a", "C", ExecutorUnavailable("no process can be started"))
+    while scene.processors.has_begun(scene.processors.group_names(shipped("B", "C"), "a")):
         await asyncio.sleep(0.001)
-    scene.clock.now += 11.0
-    scene.is_loading("B")
     assert scene.num_in_use() == 0
+    scene.clock.now += 11.0
+    scene.is_loading()
+    assert not scene.processors._begun
 
 
 async def test_what_is_refused_at_once_is_not_loaded() -> None:

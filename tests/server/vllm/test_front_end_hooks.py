@@ -16,6 +16,7 @@ from starlette.testclient import TestClient
 
 import logitship_vllm
 from logitship.client.http.vllm_handshake import PROBE, PluginInfo
+from logitship.client.serialization.processor_string import parse
 from logitship.server.api_keys import tenant_of
 from logitship.server.runtime.hook_target import HookTarget
 from logitship.server.runtime.plugin_processors import PluginProcessors
@@ -55,18 +56,25 @@ class FakeLLM:
     Attributes:
         added: the stop tokens and tenants of added requests.
         asked: what its workers were asked: the names and the arguments of methods.
-        answers: the next answers of its two workers; then neither is loading.
+        answers: the next answers of its workers, by engine; then none must wait.
     """
 
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
         self.added: list[tuple[list[int], str]] = []
-        self.asked: list[tuple[str, dict[str, Any]]] = []
-        self.answers: list[list[bool]] = []
+        self.asked: list[tuple[str, dict[str, Any] | None, list[str]]] = []
+        self.answers: list[list[list[bool]]] = []
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[bool]:
+    @property
+    def engine_core(self) -> FakeLLM:
+        return self
+
+    async def call_utility_all_async(
+        self, utility: str, method: str, timeout: None, args: tuple[dict[str, Any] | None, list[str]], kwargs: None
+    ) -> list[list[bool]]:
+        assert utility == "collective_rpc"
         self.asked.append((method, *args))
-        return self.answers.pop(0) if self.answers else [False, False]
+        return self.answers.pop(0) if self.answers else [[False, False]]
 
     async def add_request(self, request_id: str, prompt: str, params: Any) -> str:
         InputProcessor(self.vllm_config).validate(params)
@@ -165,11 +173,27 @@ def test_other_requests_do_not_wait_for_a_load(
 def test_requests_are_added_when_all_workers_have_loaded_their_processors(
     llm: Any, vllm_params: MakeParams, processor_string: str
 ) -> None:
-    llm.answers += [[True, True], [False, True]]
+    """They are asked with the string again once they no longer wait for it."""
+    llm.answers += [[[True, True]], [[False], [False, True]], [[False, False]]]
     args = {"custom_logit_processor": processor_string}
     asyncio.run(llm.add_request("1", "", vllm_params(args)))
-    assert llm.asked == [("logitship_must_wait", args)] * 3
+    digest = parse(processor_string).digest
+    assert llm.asked == [("logitship_must_wait", each, [f"/{digest}"]) for each in (args, None, None, args)]
     assert len(llm.added) == 1
+
+
+def test_requests_with_the_same_processors_are_asked_about_together(
+    llm: Any, vllm_params: MakeParams, processor_string: str
+) -> None:
+    llm.answers += [[[True]]] * 3
+    args = {"custom_logit_processor": processor_string}
+
+    async def run() -> None:
+        await asyncio.gather(*(llm.add_request(str(number), "", vllm_params(args)) for number in range(5)))
+
+    asyncio.run(run())
+    assert len(llm.asked) == 5
+    assert len(llm.added) == 5
 
 
 def test_workers_are_not_asked_about_built_ins(llm: Any, vllm_params: MakeParams) -> None:

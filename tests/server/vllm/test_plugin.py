@@ -193,10 +193,10 @@ def test_unknown_worker_is_refused_at_start(plugin: ModuleType) -> None:
 
 
 def test_worker_answers_front_ends(plugin: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plugin.BatchSeat, "must_wait", lambda self, extra_args: extra_args["answer"])
+    monkeypatch.setattr(plugin.BatchSeat, "must_wait", lambda self, extra_args, names: extra_args["answer"])
     runner: Any = GPUModelRunner()
     runner.make(plugin)
-    assert [runner.logitship_must_wait({"answer": each}) for each in (True, False)] == [True, False]
+    assert [runner.logitship_must_wait({"answer": each}, []) for each in (True, False)] == [True, False]
 
 
 def test_vllm_without_the_field_for_faults_is_refused_at_start(

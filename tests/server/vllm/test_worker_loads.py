@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from logitship.sampler.processors.executor import ExecutorUnavailable
 from logitship.server.runtime.allowances import Allowances
+from logitship.server.runtime.tracked_request import TrackedRequest
+from logitship.server.vllm import worker_loads
 from logitship.server.vllm.request_tenant import write_tenant
 from logitship.server.vllm.worker_loads import WorkerLoads
 from tests.helpers.clock import Clock
@@ -21,29 +24,50 @@ class FakeLLM:
     """Fake of `AsyncLLM` whose workers have loaded everything, and which counts their calls."""
 
     num_calls = 0
+    answers = True
+    errored = False
+    dead_error = RuntimeError("the engine is dead")
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...]) -> list[bool]:
+    @property
+    def engine_core(self) -> FakeLLM:
+        return self
+
+    async def call_utility_all_async(self, *args: Any) -> list[list[bool]]:
         self.num_calls += 1
-        return [False]
+        if not self.answers:
+            await asyncio.Event().wait()
+        return [[False]]
 
 
 async def test_workers_are_asked_about_a_class_ten_times_a_second() -> None:
     llm, clock = FakeLLM(), Clock()
     loads = WorkerLoads(clock)
 
-    async def num_calls(tenant: str, *digests: str) -> int:
+    async def num_calls(*names: str) -> int:
         before = llm.num_calls
-        await loads.wait(llm, {}, tenant, digests)
+        await loads.wait(llm, {}, names)
         return llm.num_calls - before
 
-    assert await num_calls("a") == 0
-    assert await num_calls("a", "x") == 1
-    assert await num_calls("a", "x") == 0
-    assert await num_calls("b", "x") == 1  # another tenant's is another
-    assert await num_calls("a", "x", "y") == 1
+    assert await num_calls() == 0
+    assert await num_calls("a/x") == 1
+    assert await num_calls("a/x") == 0
+    assert await num_calls("b/x") == 1  # another tenant's is another
+    assert await num_calls("a/x", "a/y") == 1
     clock.now += 0.11
-    assert await num_calls("a", "x") == 1
+    assert await num_calls("a/x") == 1
     assert len(loads._ready_until) == 1  # the others are dropped
+
+
+async def test_request_ends_if_the_engine_dies_without_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_loads, "_PATIENCE", 0.01)
+    llm = FakeLLM()
+    llm.answers = False
+    waiting = asyncio.create_task(WorkerLoads().wait(llm, {}, ["a/x"]))
+    while llm.num_calls == 0:
+        await asyncio.sleep(0.001)
+    llm.errored = True
+    with pytest.raises(RuntimeError, match="the engine is dead"):
+        await waiting
 
 
 async def test_worker_loads_a_class_for_its_tenant_in_the_background(vllm_params: MakeParams) -> None:
@@ -51,17 +75,38 @@ async def test_worker_loads_a_class_for_its_tenant_in_the_background(vllm_params
     engine = VllmV1(executor)
     params = vllm_params({"custom_logit_processor": '{"source": "#", "class_name": "A"}'})
     write_tenant(params, "a")
-    assert engine.seat.must_wait(params.extra_args)
+    assert engine.seat.must_wait(params.extra_args, [])
     await executor.until_began(("a", "A"))
+    (name,) = engine.processors._begun
+    assert engine.seat.must_wait(None, [name])
     executor.end("a", "A")
-    while engine.seat.must_wait(params.extra_args):
+    while engine.seat.must_wait(None, [name]):
         await asyncio.sleep(0.001)
+    assert not engine.seat.must_wait(params.extra_args, [])
+
+
+async def test_no_step_loads_a_class_once_requests_wait_outside(vllm_params: MakeParams) -> None:
+    """The first of two requests whose class fails to load has the error that it waited for, the other is refused."""
+    executor = PausedExecutor()
+    runtime = VllmV1(executor).seat._runtime
+    params = vllm_params({"custom_logit_processor": '{"source": "#", "class_name": "A"}'})
+    first, second = (TrackedRequest(params, rid, []) for rid in "xy")
+    assert runtime.must_wait(first)
+    assert runtime.must_wait(second)
+    executor.end("", "A", ExecutorUnavailable("no process can be started"))
+    while runtime.must_wait(first):
+        await asyncio.sleep(0.001)
+    runtime.load(first)
+    runtime.load(second)
+    assert "no process can be started" in str(first.fault)
+    assert "its class is not loaded" in str(second.fault)
+    executor.end("", "A")  # the second attempt, which `load` has begun
 
 
 def test_worker_does_not_wait_for_what_its_step_will_refuse() -> None:
     engine = VllmV1()
-    assert not engine.seat.must_wait({"custom_logit_processor": "{"})
-    assert not engine.seat.must_wait({"custom_logit_processor": 5})
+    assert not engine.seat.must_wait({"custom_logit_processor": "{"}, [])
+    assert not engine.seat.must_wait({"custom_logit_processor": 5}, [])
 
 
 def test_request_with_a_class_that_was_too_slow_waits(
@@ -72,7 +117,7 @@ def test_request_with_a_class_that_was_too_slow_waits(
     engine = VllmV1()
     params = vllm_params({"custom_logit_processor": processor_string})
     write_tenant(params, "a")
-    while engine.seat.must_wait(params.extra_args):
+    while engine.seat.must_wait(params.extra_args, []):
         pass
     (name,) = {*asked}
     assert name.startswith("a/sha256:")
@@ -80,4 +125,4 @@ def test_request_with_a_class_that_was_too_slow_waits(
 
 def test_other_ranks_load_nothing(processor_string: str) -> None:
     engine = VllmV1(group=FakeGroup.of(2)[1])
-    assert not engine.seat.must_wait({"custom_logit_processor": processor_string})
+    assert not engine.seat.must_wait({"custom_logit_processor": processor_string}, [])
