@@ -82,7 +82,8 @@ def kind(keeps: float) -> Callable[[Callable[[NoisyClient], Awaitable[None]]], N
 def completion(sent: dict[str, str], vllm_model: str, tokens: int = TOKENS) -> bytes:
     """Return the body of a request with a processor in source form."""
     fields = {"custom_logit_processor": json.dumps(sent)}
-    body = {"model": vllm_model or "default", "prompt": "a", "max_tokens": tokens, "ignore_eos": True}
+    # Greedy, as the plain streams: beside a row with a temperature, SGLang on a CPU sorts the vocabulary for each row.
+    body = {"model": vllm_model or "default", "prompt": "a", "max_tokens": tokens, "ignore_eos": True, "temperature": 0}
     return dumps({**body, **({"vllm_xargs": fields} if vllm_model else fields)})
 
 
