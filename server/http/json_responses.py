@@ -13,7 +13,7 @@ processor's fault adds `traceback`, `digest`, `name` and `kind`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypedDict, cast, overload
 
 import orjson
@@ -22,14 +22,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from logitship.client.records import Receipt, TraceStage
+from logitship.client.records import TraceStage
 from logitship.sampler.trace import RowTrace
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.messages import RequestError
 from logitship.server.schemas.response_schemas import (
     ErrorResponse,
     FaultDetails,
-    ReceiptObject,
     StageName,
     TokenTraceObject,
     TraceStageObject,
@@ -64,24 +63,6 @@ class JSONResponse(Response):
     def render(self, content: object) -> bytes:
         """Encode the body."""
         return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
-
-
-def receipt_objects(receipts: Iterable[Receipt]) -> list[ReceiptObject]:
-    """Build one object per receipt."""
-    return [_receipt_object(receipt) for receipt in receipts]
-
-
-def _receipt_object(receipt: Receipt) -> ReceiptObject:
-    built: ReceiptObject = {
-        "digest": receipt.digest,
-        "name": receipt.name,
-        "steps": receipt.steps,
-        "milliseconds": receipt.milliseconds,
-        "forced_steps": receipt.forced_steps,
-    }
-    if receipt.printed:
-        built["printed"] = receipt.printed
-    return built
 
 
 def trace_objects(tokenizer: Tokenizer, traces: Sequence[RowTrace]) -> list[TokenTraceObject]:

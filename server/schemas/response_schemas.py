@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Literal, NotRequired, TypeAlias
 
 from typing_extensions import TypedDict
+
+from logitship.client.records import Receipt
 
 from .documented import documented
 
@@ -102,6 +105,24 @@ class ReceiptObject(TypedDict):
     """Number of these steps that needed no forward pass of their own, because their tokens were forced."""
     printed: NotRequired[str]
     """The last of what it printed; left out if it printed nothing."""
+
+
+def receipt_objects(receipts: Iterable[Receipt]) -> list[ReceiptObject]:
+    """Build one object per receipt."""
+    return [_receipt_object(receipt) for receipt in receipts]
+
+
+def _receipt_object(receipt: Receipt) -> ReceiptObject:
+    built: ReceiptObject = {
+        "digest": receipt.digest,
+        "name": receipt.name,
+        "steps": receipt.steps,
+        "milliseconds": receipt.milliseconds,
+        "forced_steps": receipt.forced_steps,
+    }
+    if receipt.printed:
+        built["printed"] = receipt.printed
+    return built
 
 
 @documented({"token_id": 30, "text": "."})

@@ -13,6 +13,7 @@ import torch
 
 from logitship.server.runtime.fault_message import FAULT_TYPE, fault_details
 from logitship.server.runtime.hook_target import HookTarget
+from logitship.server.runtime.response_receipts import HTTP_RESPONSES, RECEIPTS, expect_receipts, response_receipts
 from logitship.server.runtime.seat import start_engine_worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship_sglang import GENERATE, logger
@@ -20,10 +21,10 @@ from logitship_sglang import GENERATE, logger
 from .finish_abort import reject
 from .forward_step import ForwardStep
 from .front_end import FrontEnd
-from .generate_fields import only_forbids, read_body
+from .generate_fields import SENT, only_forbids, read_body
 from .hook_registry import apply_hooks
 from .loading_requests import LoadingRequests
-from .receipt_info import RECEIPTS, receipts_of, send_receipts
+from .receipt_info import receipts_of, send_receipts
 from .sampling_ranks import sampling_ranks
 from .served_model import served_model
 from .sglang_seat import SglangSeat, find_scheduled, scheduled
@@ -72,6 +73,8 @@ async def keep_processor(json: Function, request: Any) -> Any:
     """Let the routes take processors as objects, and keep those that their schemas drop."""
     body = await json(request)
     read_body(body, request.scope)
+    if SENT in request.scope and not request.scope["path"].endswith("/generate"):  # it has them in `meta_info`
+        expect_receipts()
     return body
 
 
@@ -91,12 +94,18 @@ def add_metrics(init: Function, collector: Any, registry: Any, *args: Any, **kwa
 
 
 async def admit(generate_request: Function, manager: Any, obj: Any, request: Any = None) -> AsyncIterator[Any]:
-    """Check a request's processors before anything else happens to it."""
+    """Check a request's processors before anything else happens to it, and pass on their receipts."""
     front_end = getattr(manager, _FRONT_END, None)
     if front_end is not None:
         await front_end.admit(obj, request)
+    receipts = response_receipts()
+    first_choice = 0 if receipts is None else receipts.reserve(1)
     async with aclosing(generate_request(manager, obj, request)) as responses:
         async for response in responses:
+            if receipts is not None:
+                for number, each in enumerate(response if isinstance(response, list) else [response]):
+                    if RECEIPTS in each["meta_info"]:
+                        receipts.add(first_choice + each.get("index", number), each["meta_info"][RECEIPTS])
             yield response
 
 
@@ -249,10 +258,10 @@ def add_receipts(build: Function, streamer: Any, reqs: Sequence[Any]) -> dict[st
 def keep_receipts(
     update: Function, manager: Any, meta_info: dict[str, Any], state: Any, info: Any, index: int, reason: Any
 ) -> None:
-    """Drop the empty receipts of requests that finish together with others."""
-    update(manager, meta_info, state, info, index, reason)
-    if meta_info.get(RECEIPTS) == []:
-        del meta_info[RECEIPTS]
+    """Put the receipts of finished requests into `meta_info` whole. SGLang splits lists among the chunks of streams."""
+    update(manager, meta_info, state, {key: info[key] for key in info if key != RECEIPTS}, index, reason)
+    if RECEIPTS in info and info[RECEIPTS][index]:
+        meta_info[RECEIPTS] = info[RECEIPTS][index]
 
 
 TARGETS = (
@@ -307,6 +316,7 @@ TARGETS = (
 ROUTES = (
     HookTarget(f"{HTTP_SERVER}.ORJSONRequest.json", [], keep_processor),
     HookTarget("sglang.srt.entrypoints.anthropic.serving._scrub_error_message", ["message", "status_code"], keep_fault),
+    *HTTP_RESPONSES,
 )
 """Wrapped only where SGLang serves HTTP."""
 METRICS = HookTarget("prometheus_client.multiprocess.MultiProcessCollector.__init__", ["registry", "path"], add_metrics)

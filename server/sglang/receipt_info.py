@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
-from .sglang_seat import find_scheduled
+from logitship.server.schemas.response_schemas import ReceiptObject, receipt_objects
 
-RECEIPTS = "receipts"
-"""Their key in `meta_info`, as in logitship's own responses."""
+from .sglang_seat import find_scheduled
 
 
 def send_receipts() -> None:
@@ -20,7 +18,7 @@ def send_receipts() -> None:
     SchedulerOutputStreamer.has_additional_customized_info = True
 
 
-def receipts_of(req: Any) -> list[dict[str, Any]]:
+def receipts_of(req: Any) -> list[ReceiptObject]:
     """Return the receipts of a request that has finished; empty for all others.
 
     Args:
@@ -29,4 +27,4 @@ def receipts_of(req: Any) -> list[dict[str, Any]]:
     request = find_scheduled(req)
     if request is None or not request.uses or not req.finished():
         return []
-    return [asdict(use.receipt) for use in request.uses]
+    return receipt_objects(use.receipt for use in request.uses)

@@ -8,6 +8,7 @@ Assumptions:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -65,10 +66,13 @@ class BatchSeat(VllmSeat):
     Args:
         worker: this process.
         requests: looks up requests in the model runner.
+        max_length: see `VllmSeat`.
     """
 
-    def __init__(self, worker: EngineWorker[GroupRanks], requests: BatchRequests) -> None:
-        super().__init__(worker)
+    def __init__(
+        self, worker: EngineWorker[GroupRanks], requests: BatchRequests, max_length: int = sys.maxsize
+    ) -> None:
+        super().__init__(worker, max_length)
         self._runner_requests = requests
         self._requests: dict[str, _BatchRequest] = {}
         self._rows: BatchRows[_BatchRequest] = BatchRows(self._add)
@@ -145,7 +149,7 @@ class BatchSeat(VllmSeat):
             return known
         if known is not None:
             self._drop([known])
-        tracked = self._track(record.req_id, params, record.prompt_token_ids or [])
+        tracked = self._track(record.req_id, params, record.prompt_token_ids or [], record.num_prompt_tokens)
         request = self._requests[record.req_id] = _BatchRequest(tracked, record, record.num_prompt_tokens, live)
         if record.prompt_token_ids is None or not all(record.prompt_is_token_ids or ()):
             tracked.fail(HOLDS_EMBEDDINGS)

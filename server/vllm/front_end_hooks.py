@@ -8,8 +8,10 @@ from typing import Any
 
 from logitship.server.runtime.fault_message import FAULT_TYPE
 from logitship.server.runtime.hook_target import HookTarget, check_targets
+from logitship.server.runtime.response_receipts import HTTP_RESPONSES, RECEIPTS, response_receipts
+from logitship.server.schemas.response_schemas import receipt_objects
 
-from .fault_texts import readable, take_fault
+from .endings import process_outputs, readable
 from .params_validation import check, checked, concerns, prepare
 from .request_body import read_json
 from .request_tenant import set_tenant, tenant_of_key
@@ -48,7 +50,7 @@ def _wrap(targets: Sequence[HookTarget]) -> None:
 def start(init: Function, llm: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Start the sandboxes with the engine, and wrap functions of the HTTP server."""
     header = VllmSettings.from_environment().tenant_header
-    _wrap([BODY, RESPONSES, METRICS, KEY if header is None else _named_by(header)])
+    _wrap([BODY, RESPONSES, METRICS, *HTTP_RESPONSES, KEY if header is None else _named_by(header)])
     init(llm, vllm_config, *args, **kwargs)
     prepare(vllm_config)
 
@@ -67,22 +69,23 @@ async def add_request(
         return await add_request(llm, request_id, prompt, params, *args, **kwargs)
 
 
-def process_outputs(process: Function, processor: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-    """End requests whose processors failed with the text of the fault, and not with the fault token."""
-    for output in outputs:
-        text = take_fault(output)
-        if text is not None and output.finish_reason is not None:
-            output.finish_reason = type(output.finish_reason).ERROR
-            output.stop_reason, output.new_token_ids, output.new_logprobs = text, [], None
-    return process(processor, outputs, *args, **kwargs)
+async def generate(
+    generate: Function, llm: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
+) -> AsyncIterator[Any]:
+    """Raise faults, which all routes report as errors: with status 400, or as an event of a stream.
 
-
-async def generate(generate: Function, llm: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-    """Raise faults, which all routes report as errors: with status 400, or as an event of a stream."""
-    async with aclosing(generate(llm, *args, **kwargs)) as outputs:
+    Receipts are passed on to the HTTP response.
+    """
+    receipts = response_receipts()
+    first_choice = 0 if receipts is None else receipts.reserve(sampling_params.n)
+    async with aclosing(generate(llm, prompt, sampling_params, *args, **kwargs)) as outputs:
         async for output in outputs:
             fault = next((each for each in output.outputs if _is_fault(each)), None)
             if fault is None:
+                if receipts is not None:
+                    for each in output.outputs:
+                        if finished := getattr(each, RECEIPTS, ()):
+                            receipts.add(first_choice + each.index, receipt_objects(finished))
                 yield output
                 continue
             text = readable(fault.stop_reason)

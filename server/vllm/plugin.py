@@ -13,7 +13,7 @@ from .batch_requests import BatchRequests, missing_attributes
 from .batch_seat import BatchSeat
 from .callers import find_caller
 from .configuration import begins_early, model_view
-from .fault_texts import missing_carrier, send_faults
+from .endings import missing_carrier, send_endings
 from .params_validation import admit
 from .settings import VllmSettings, logger
 from .tensor_parallel import TensorParallelRanks
@@ -46,9 +46,9 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
         )
         scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
         logger.info("logitship runs in model runner V1, with %s scheduling", scheduling)
-        self._seat = BatchSeat(worker, BatchRequests(runner))
+        self._seat = BatchSeat(worker, BatchRequests(runner), vllm_config.model_config.max_model_len)
         answer_front_ends(self._seat.must_wait)
-        send_faults(runner, self._seat.take_faults, self._seat.fault_token)
+        send_endings(runner, self._seat.take_endings, self._seat.fault_token)
         self._begins_early = begins_early(vllm_config)
 
     def is_argmax_invariant(self) -> bool:

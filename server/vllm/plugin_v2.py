@@ -18,8 +18,8 @@ from logitship.server.runtime.seat import start_engine_worker
 
 from .callers import SCHEDULED, find_caller, find_caller_argument
 from .configuration import begins_early, model_view
+from .endings import missing_carrier, send_endings
 from .extra_args import has_processors
-from .fault_texts import missing_carrier, send_faults
 from .params_validation import admit
 from .settings import VllmSettings, logger
 from .slot_seat import SlotSeat
@@ -60,9 +60,10 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
             settings, model_view(vllm_config), ranks, max_rows, logger, loads_in_background=True
         )
         has_drafts = vllm_config.speculative_config is not None
-        self._seat = SlotSeat(worker, req_states, has_drafts=has_drafts)
+        max_length = vllm_config.model_config.max_model_len
+        self._seat = SlotSeat(worker, req_states, has_drafts=has_drafts, max_length=max_length)
         answer_front_ends(self._seat.must_wait)
-        send_faults(self._runner, self._seat.take_faults, self._seat.fault_token)
+        send_endings(self._runner, self._seat.take_endings, self._seat.fault_token)
         # Which draft tokens were accepted is known on the device alone.
         self._begins_early = begins_early(vllm_config) and not has_drafts
 

@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from logitship.server.runtime.request_fields import PARAMS, PROCESSOR, PROCESSORS
+from logitship.server.runtime.response_receipts import expect_receipts
 
 _XARGS = "vllm_xargs"
 _ROUTES = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
@@ -29,28 +30,32 @@ async def read_json(json: Callable[..., Any], request: Any) -> Any:
     body = await json(request)
     if isinstance(body, dict):
         try:
-            move_processors(body, request.scope["path"])
+            if move_processors(body, request.scope["path"]):
+                expect_receipts()
         except ValueError as error:
             raise HTTPException(400, str(error)) from None
     return body
 
 
-def move_processors(body: dict[str, Any], path: str) -> None:
+def move_processors(body: dict[str, Any], path: str) -> bool:
     """Move the processors of a request to `vllm_xargs`, as JSON text, in place. Does nothing the second time.
 
     Args:
         body: the request.
         path: its route.
 
+    Returns:
+        True if it has processors.
+
     Raises:
         ValueError: it has processors twice, or the route or a beam search would drop them.
     """
     xargs = body.get(_XARGS) or {}
     if not isinstance(xargs, dict):
-        return  # vLLM refuses it
+        return False  # vLLM refuses it
     fields = [name for name in (PROCESSOR, PROCESSORS) if body.get(name) is not None or xargs.get(name) is not None]
     if not fields:
-        return
+        return False
     if not path.endswith(_ROUTES):
         raise ValueError(f"{fields[0]}: vLLM calls no processors on the route {path}; leave it out")
     if body.get("use_beam_search"):
@@ -64,3 +69,4 @@ def move_processors(body: dict[str, Any], path: str) -> None:
         if value is not None:
             moved[name] = value if isinstance(value, str) else orjson.dumps(value).decode()
     body[_XARGS] = moved
+    return True

@@ -16,6 +16,7 @@ Guarantees:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -70,10 +71,18 @@ class SlotSeat(VllmSeat):
         worker: this process.
         req_states: vLLM's `LogitsProcRequestState`.
         has_drafts: vLLM decodes speculatively.
+        max_length: see `VllmSeat`.
     """
 
-    def __init__(self, worker: EngineWorker[GroupRanks], req_states: Any, *, has_drafts: bool = False) -> None:
-        super().__init__(worker)
+    def __init__(
+        self,
+        worker: EngineWorker[GroupRanks],
+        req_states: Any,
+        *,
+        has_drafts: bool = False,
+        max_length: int = sys.maxsize,
+    ) -> None:
+        super().__init__(worker, max_length)
         self._req_states = req_states
         self._has_drafts = has_drafts
         self._reads = worker.processors is not None  # other ranks need no history
@@ -104,7 +113,7 @@ class SlotSeat(VllmSeat):
             if request is not None:
                 with self._runtime.or_fail([request.tracked]):
                     self._runtime.release([request.tracked])
-            tracked = self._track(req_id, params, [])
+            tracked = self._track(req_id, params, [], num_prompt_tokens)
             request = self._requests[req_id] = _SlotRequest(tracked, slot, num_prompt_tokens, prefill_len)
             if holds_embeddings:
                 tracked.fail(HOLDS_EMBEDDINGS)

@@ -3,19 +3,21 @@
 Guarantees, beside those of `RequestRuntime`:
 * The history is exact in each call. Where it cannot be, the request ends instead.
 * A request ends with the *fault token*, which is a stop token of all requests with processors, and is sampled for no
-  other reason: a worker has no other way to end one. `take_faults` has the reason.
+  other reason: a worker has no other way to end one. `take_endings` has the reason.
 * Nothing is raised: an exception would stop vLLM's engine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeAlias
 
 import torch
 
+from logitship.client.errors import ProcessorFault
 from logitship.sampler.author_code.calls import non_finite_fault
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
@@ -28,6 +30,7 @@ from logitship.server.runtime.seat import EngineWorker
 from logitship.server.runtime.tracked_request import TrackedRequest
 
 from .configuration import fault_token
+from .endings import Ending
 from .extra_args import read_processors, sampling_params
 from .request_tenant import read_tenant
 from .settings import logger
@@ -48,6 +51,7 @@ class VllmSeat:
 
     Args:
         worker: this process.
+        max_length: most tokens of a prompt and its output.
 
     Attributes:
         fault_token: the token that ends requests.
@@ -55,10 +59,11 @@ class VllmSeat:
 
     engine = "vLLM"
 
-    def __init__(self, worker: EngineWorker[GroupRanks]) -> None:
+    def __init__(self, worker: EngineWorker[GroupRanks], max_length: int = sys.maxsize) -> None:
         self._worker = worker
         self.fault_token = fault_token(worker.model)
-        self._faults: dict[str, str] = {}
+        self._max_length = max_length
+        self._endings: dict[str, Ending] = {}
         self._runtime = RequestRuntime(self, worker)
 
     def must_wait(self, extra_args: dict[str, Any] | None, names: Sequence[str]) -> bool:
@@ -74,16 +79,17 @@ class VllmSeat:
             must_wait = self._runtime.still_wait(names) if extra_args is None else self._runtime.must_wait(request)
         return must_wait
 
-    def _track(self, rid: str, params: Any, prompt_token_ids: list[int]) -> TrackedRequest:
+    def _track(self, rid: str, params: Any, prompt_token_ids: list[int], num_prompt_tokens: int = 0) -> TrackedRequest:
         """Return a new request, without its processors."""
         stops = frozenset(params.stop_token_ids or ())
+        most = self._max_length - num_prompt_tokens
         return TrackedRequest(
             params,
             rid,
             prompt_token_ids,
             stops if params.ignore_eos else stops | self._worker.model.eos_token_ids,
             tenant=read_tenant(params),
-            max_tokens=params.max_tokens,
+            max_tokens=most if params.max_tokens is None else min(params.max_tokens, most),
             # vLLM's thinking budget forces its tokens after the processors, also those that they forbid.
             follows_forbidden=getattr(params, "thinking_token_budget", None) is not None,
         )
@@ -116,12 +122,45 @@ class VllmSeat:
             with self._runtime.or_fail(rows.values()):
                 trees = {row: DraftTree.chain(row, tokens) for row, tokens in drafts.items()}
                 self._runtime.apply(logits, rows, num_requests, trees)
-            self._force_fault_tokens(logits, rows, drafts)
+            faults = self._force_fault_tokens(logits, rows, drafts)
+            self._endings = {
+                request.rid: self._ending(
+                    request, range(row + 1, row + 1 + len(drafts.get(row, ()))), faults.get(request.rid)
+                )
+                for row, request in rows.items()
+            }
         behind = [row + depth for row, tokens in drafts.items() for depth in range(1, len(tokens) + 1)]
         self._worker.ranks.broadcast(logits, [*rows, *behind])
 
-    def _force_fault_tokens(self, logits: torch.Tensor, rows: Mapping[int, TrackedRequest], drafts: Drafts) -> None:
-        """Let vLLM sample the fault token for requests that end, also where that depends on an accepted draft."""
+    def _ending(self, request: TrackedRequest, behind: Iterable[int], fault: str | None) -> Ending:
+        """Return how a request ends, if this step ends it.
+
+        Args:
+            request: the request.
+            behind: the rows of its draft tokens.
+            fault: the text of its fault, if it has one.
+        """
+        states = (request, *(self._runtime.behind_drafts.get(row) for row in behind))
+        receipts = [[use.receipt for use in state.uses] for state in states if state is not None and state.uses]
+        params, longest = request.record, len(request.output_token_ids) + len(receipts)
+        may_end_anywhere = params.stop or getattr(params, "repetition_detection", None) is not None
+        is_last = request.max_tokens is not None and longest >= request.max_tokens
+        return Ending(fault, receipts, None if may_end_anywhere or is_last else request.ends_at)
+
+    def take_endings(self) -> dict[str, Ending]:
+        """Return how the requests with processors end, if the last step ends them, by request id. Clears it."""
+        endings, self._endings = self._endings, {}
+        return endings
+
+    def _force_fault_tokens(
+        self, logits: torch.Tensor, rows: Mapping[int, TrackedRequest], drafts: Drafts
+    ) -> dict[str, str]:
+        """Let vLLM sample the fault token for requests that end, also where that depends on an accepted draft.
+
+        Returns:
+            The texts of their faults, by request id.
+        """
+        faults = {}
         for first, request in rows.items():
             end = first + 1 + len(drafts.get(first, ()))
             states = {first: request} | {row: self._runtime.behind_drafts.get(row) for row in range(first + 1, end)}
@@ -129,20 +168,13 @@ class VllmSeat:
                 if state is not None and state.fault is not None:
                     logits[row:end] = -torch.inf
                     logits[row:end, self.fault_token] = 0.0
-                    self._report(state, is_draft=row != first)
+                    faults[request.rid] = fault_message(state.fault)
+                    self._report(state, state.fault, is_draft=row != first)
                     break
-
-    def take_faults(self) -> dict[str, str]:
-        """Return the texts of the faults of the last step, by request id, and clear them."""
-        faults, self._faults = self._faults, {}
         return faults
 
-    def _report(self, request: TrackedRequest, *, is_draft: bool) -> None:
-        """Keep a fault for the client, and log it once."""
-        fault = request.fault
-        if fault is None:
-            return
-        self._faults[request.rid] = fault_message(fault)
+    def _report(self, request: TrackedRequest, fault: ProcessorFault, *, is_draft: bool) -> None:
+        """Log a fault once."""
         if request.is_reported:
             return
         request.is_reported = True

@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from functools import partial
@@ -30,7 +30,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor, TransportError
-from logitship.client.serialization.processor_string import PYTHON
+from logitship.client.serialization.processor_string import PYTHON, parse
 from logitship.server.api_keys import tenant_of
 from logitship.server.doctor import run_doctor_command
 from logitship.server.tokenizer import Tokenizer
@@ -511,6 +511,32 @@ def test_openai_sdk_raises_for_a_fault(openai_client: openai.OpenAI, route: str,
         list(send(openai_client, route, stream=True, **extra))
 
 
+@pytest.mark.parametrize("route", ["completions", "chat", "responses"])
+def test_receipts_on_openai_routes(openai_client: openai.OpenAI, route: str) -> None:
+    """Each choice has its own, in a stream with its end. An answer without processors has none."""
+    processor = {"custom_logit_processor": CountsCalls.to_str(), "custom_params": {"first": FIRST}}
+    if route == "responses":
+        whole = send(openai_client, route, stream=False, **processor)
+        *_, last = send(openai_client, route, stream=True, **processor)
+        assert counted_steps(whole.model_extra["receipts"]) == 6
+        assert counted_steps(last.response.model_extra["receipts"]) == 6
+        return
+    answer = send(openai_client, route, stream=False, n=2, **processor)
+    assert [counted_steps(choice.model_extra["receipts"]) for choice in answer.choices] == [6, 6]
+    choices = [each for event in send(openai_client, route, stream=True, n=2, **processor) for each in event.choices]
+    found = {each.index: each.model_extra["receipts"] for each in choices if "receipts" in each.model_extra}
+    assert {index: counted_steps(receipts) for index, receipts in found.items()} == {0: 6, 1: 6}
+    assert "receipts" not in send(openai_client, route, stream=False).choices[0].model_extra
+
+
+def counted_steps(receipts: Sequence[dict[str, Any]]) -> int:
+    """Return the steps of the receipt of `CountsCalls`."""
+    (receipt,) = receipts
+    assert receipt.keys() == {"digest", "name", "steps", "milliseconds", "forced_steps"}
+    assert (receipt["digest"], receipt["name"]) == (parse(CountsCalls.to_str()).digest, "CountsCalls")
+    return int(receipt["steps"])
+
+
 @with_overlap
 def test_routes_that_drop_processors_run_them(server: SglangServer, openai_client: openai.OpenAI) -> None:
     sent = {"custom_logit_processor": json.loads(STRINGS["ForceToken"]), "custom_params": {"token_id": 70}}
@@ -522,6 +548,11 @@ def test_routes_that_drop_processors_run_them(server: SglangServer, openai_clien
     body = {"model": "m", "max_tokens": 6, "messages": [{"role": "user", "content": PROMPT}]}
     message = httpx.post(f"{server.url}/v1/messages", json=body | sent, timeout=300).json()
     assert message["content"] == [{"type": "text", "text": text[0] * 6}]
+    assert [receipt["steps"] for receipt in message["receipts"]] == [6]
+    streamed = httpx.post(f"{server.url}/v1/messages", json=body | sent | {"stream": True}, timeout=300)
+    lines = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+    (delta,) = [event for event in lines if event["type"] == "message_delta"]
+    assert [receipt["steps"] for receipt in delta["receipts"]] == [6]
     body["custom_logit_processor"] = faulty("raises")
     refused = httpx.post(f"{server.url}/v1/messages", json=body, timeout=300)
     assert refused.status_code == 400

@@ -30,7 +30,7 @@ import pytest
 import torch
 
 from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor
-from logitship.client.serialization.processor_string import PYTHON
+from logitship.client.serialization.processor_string import PYTHON, parse
 from logitship.server.api_keys import tenant_of
 from logitship.server.model.default_model import default_model_folder
 from tests.helpers.metrics import growth, read_metrics
@@ -371,6 +371,66 @@ def test_processor_in_the_body(served: tuple[str, Server]) -> None:
     assert (beams.status_code, "calls no processors in a beam search" in beams.text) == (400, True)
     rendered = post("/tokenize", prompt=PROMPT)
     assert (rendered.status_code, "on the route /tokenize" in rendered.text) == (400, True)
+
+
+def counted_steps(receipts: Sequence[dict[str, Any]]) -> int:
+    """Return the steps of the receipt of `CountsCalls`. logitship's own server forces tokens without a forward pass."""
+    (receipt,) = receipts
+    assert receipt.keys() == {"digest", "name", "steps", "milliseconds", "forced_steps"}
+    assert (receipt["digest"], receipt["name"]) == (parse(COUNTS_CALLS).digest, "CountsCalls")
+    assert receipt["milliseconds"] > 0
+    return int(receipt["steps"])
+
+
+@pytest.mark.parametrize("route", ["completions", "chat", "responses"])
+def test_receipts_count_the_tokens_of_the_answer(served: tuple[str, Server], client: Client, route: str) -> None:
+    """Whatever ends it: its length, a stop token, or a stop string, of which vLLM's workers know nothing."""
+    sdk = openai.OpenAI(base_url=f"{served[0]}/v1", api_key=KEYS[0], max_retries=0, timeout=300)
+    params = {"custom_params": {"first": FIRST}}
+    model, processor = sdk.models.list().data[0].id, {"custom_logit_processor": COUNTS_CALLS, **params}
+    texts = [client.generate(PROMPT, max_new_tokens=n, processor=CountsCalls, params={"first": FIRST}) for n in (3, 4)]
+    fourth = texts[1].text.removeprefix(texts[0].text)
+    assert [receipt.steps for text in texts for receipt in text.receipts] == [3, 4]
+    if route == "responses":
+        create = partial(sdk.responses.create, model=model, input=PROMPT, max_output_tokens=6)
+        assert counted_steps((create(extra_body=processor).model_extra or {})["receipts"]) == 6
+        *_, last = create(extra_body=processor, stream=True)
+        assert counted_steps(last.response.model_extra["receipts"]) == 6
+        assert "receipts" not in (create().model_extra or {})
+        return
+    ends: list[tuple[int, dict[str, Any]]] = [(6, {}), (3, {"stop_token_ids": [FIRST + 2]}), (4, {"stop": [fourth]})]
+    for steps, end in ends:
+        options: dict[str, Any] = {"model": model, "max_tokens": 6, "n": 2, "extra_body": processor | end}
+        if route == "chat":
+            options["messages"] = [{"role": "user", "content": PROMPT}]
+            count, create = 2, sdk.chat.completions.create
+        else:
+            options["prompt"] = [PROMPT, LONG_PROMPT]
+            count, create = 4, sdk.completions.create
+        answer = create(**options)
+        assert [counted_steps(choice.model_extra["receipts"]) for choice in answer.choices] == [steps] * count
+        choices = [choice for event in create(**options, stream=True) for choice in event.choices]
+        last = {choice.index: choice for choice in choices if choice.finish_reason is not None}
+        found = {index: counted_steps(choice.model_extra["receipts"]) for index, choice in last.items()}
+        assert found == dict.fromkeys(range(count), steps)
+        assert sum("receipts" in (choice.model_extra or {}) for choice in choices) == count
+    plain = create(**options | {"extra_body": {}})
+    assert not any("receipts" in (choice.model_extra or {}) for choice in plain.choices)
+
+
+def test_receipts_of_the_anthropic_route(served: tuple[str, Server]) -> None:
+    if not served[1].scheduling:
+        pytest.skip("logitship's own server has no such route")
+    body = {"model": str(default_model_folder()), "max_tokens": 6, "messages": [{"role": "user", "content": PROMPT}]}
+    body |= {"custom_logit_processor": COUNTS_CALLS, "custom_params": {"first": FIRST}}
+    headers = {"authorization": f"Bearer {KEYS[0]}"}
+    post = partial(httpx.post, f"{served[0]}/v1/messages", headers=headers, timeout=300)
+    assert counted_steps(post(json=body).json()["receipts"]) == 6
+    lines = post(json=body | {"stream": True}).text.splitlines()
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    (ended,) = [event for event in events if "receipts" in event]
+    assert ended["type"] == "message_delta"
+    assert counted_steps(ended["receipts"]) == 6
 
 
 def test_each_api_key_is_a_tenant(served: tuple[str, Server], client: Client) -> None:

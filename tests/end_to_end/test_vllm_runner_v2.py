@@ -93,12 +93,13 @@ def test_unsupported_configurations(ran_newest: Any) -> None:
 
 
 def test_processors_follow_accepted_draft_tokens(ran_newest: Any) -> None:
-    """The n-th call for a request samples token 10 + n: rejected draft tokens leave no trace in its state."""
+    """The n-th call for a request samples token 10 + n: rejected draft tokens leave no trace in state or receipts."""
     assert ran_newest["drafts"] == [
         {"a": [12, 13, 14], "b": [12]},
         {"a": [15, 16], "b": [13]},
         {"a": [17], "b": [14, 15, 16, 17]},
         {"a": [18], "b": [18, 19]},
+        {"a": [4, 6, 7, 8], "b": [2, 3, 7, 9]},
     ]
 
 

@@ -101,6 +101,8 @@ class GPUModelRunner(WorkerBase):
         self.sampler = self.plugin
         self._computed: dict[str, int] = {}
         self.faults: dict[str, str] = {}
+        self.receipts: dict[str, list[Any]] = {}
+        self.steps: dict[str, list[int]] = {}
 
     def step(
         self,
@@ -159,6 +161,8 @@ class GPUModelRunner(WorkerBase):
             added[req_id] = own[: num_accepted + 1]
             for token in added[req_id]:
                 self._commit(slot, token)
+            (receipt,) = self.receipts[req_id][len(added[req_id]) - 1]
+            self.steps.setdefault(req_id, []).append(receipt["steps"])
         return added
 
     def sample_tokens(self, req_ids: list[str], counts: list[int], ctx: Any) -> Any:
@@ -175,8 +179,12 @@ class GPUModelRunner(WorkerBase):
 
     def _sample(self, req_ids: list[str], counts: list[int], ctx: Any) -> list[list[int]]:
         output = self.sample_tokens(req_ids, counts, ctx).get_output()
-        for req_id, text in output.prompt_token_id_logprobs_dict.items():
-            self.faults[req_id] = bytes(text.tolist()).decode()
+        for req_id, attached in output.prompt_token_id_logprobs_dict.items():
+            ending = json.loads(attached.numpy().tobytes())
+            if "fault" in ending:
+                self.faults[req_id] = ending["fault"]
+            else:
+                self.receipts[req_id] = ending["receipts"]
         sampled: list[list[int]] = output.sampled_token_ids
         return sampled
 
@@ -217,7 +225,10 @@ def request(
         prompt_embeds=embeds,
         prefill_token_ids=prompt + (output or []),
         num_computed_tokens=0,
-        sampling_params=SamplingParams(max_tokens=20, extra_args={**xargs, "custom_params": json.dumps(params)}),
+        # With a stop string, any output may be the last one.
+        sampling_params=SamplingParams(
+            max_tokens=20, stop="x", extra_args={**xargs, "custom_params": json.dumps(params)}
+        ),
         mm_features=[],
         block_ids=(),
         lora_request=None,
@@ -243,6 +254,7 @@ def config(
         skip_tokenizer_init=True,
         get_vocab_size=lambda: VOCAB,
         try_get_generation_config=lambda: {"eos_token_id": 0},
+        max_model_len=32,
     )
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**one_rank | parallel),
@@ -290,13 +302,18 @@ def run_with_embeddings(runner: GPUModelRunner) -> list[list[int]]:
 
 
 def run_with_drafts(runner: GPUModelRunner) -> list[dict[str, list[int]]]:
-    """Run requests with draft tokens: right, wrong, both, none, and after an error behind an accepted one."""
+    """Run requests with draft tokens: right, wrong, both, none, and after an error behind an accepted one.
+
+    Returns:
+        The tokens that were added in each step; and the steps of the receipts after each.
+    """
     runner.step([request("a", [1, 2]), request("b", [3])], {"b": 1, "a": 2})
     return [
         runner.verify({"a": [12, 13], "b": [40]}),
         runner.verify({"a": [15, 41, 17], "b": []}),
         runner.verify({"a": [], "b": [14, 15, 16]}),
         runner.verify({"a": [42, 18], "b": [18]}),
+        runner.steps,
     ]
 
 

@@ -14,7 +14,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import check_model_name
 from logitship.server.http.auth import caller_of
 from logitship.server.http.documentation import operation
-from logitship.server.http.json_responses import JSONResponse, receipt_objects, trace_objects
+from logitship.server.http.json_responses import JSONResponse, trace_objects
 from logitship.server.http.receiving import ReceivedBody, received
 from logitship.server.http.running_requests import (
     EventStream,
@@ -42,6 +42,7 @@ from logitship.server.schemas.openai_response_schemas import (
     UsageInfo,
 )
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest
+from logitship.server.schemas.response_schemas import receipt_objects
 from logitship.server.schemas.responses_response_schemas import ResponseEvent, ResponseObject
 from logitship.server.schemas.responses_schemas import ResponsesRequest
 

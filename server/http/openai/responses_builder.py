@@ -7,11 +7,12 @@ from typing import Literal, TypedDict, Unpack
 from uuid import uuid4
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.json_responses import receipt_objects, trace_objects
+from logitship.server.http.json_responses import trace_objects
 from logitship.server.http.running_requests import RunningRequests, event, raise_if_failed
 from logitship.server.requests.messages import Continuation, GenerationChunk
 from logitship.server.schemas.openai_response_schemas import ChatLogprobsContent
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest
+from logitship.server.schemas.response_schemas import receipt_objects
 from logitship.server.schemas.responses_response_schemas import (
     OutputMessage,
     OutputText,

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request, Response
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.auth import caller_of
 from logitship.server.http.documentation import one_or_more, operation
-from logitship.server.http.json_responses import fault_details, finite, receipt_objects, trace_objects
+from logitship.server.http.json_responses import fault_details, finite, trace_objects
 from logitship.server.http.receiving import received
 from logitship.server.http.running_requests import (
     EventStream,
@@ -21,7 +21,7 @@ from logitship.server.http.running_requests import (
     submit_all,
 )
 from logitship.server.requests.messages import Continuation, FinishReason, TokenLogprobs
-from logitship.server.schemas.response_schemas import TokenTraceObject
+from logitship.server.schemas.response_schemas import TokenTraceObject, receipt_objects
 from logitship.server.schemas.sglang_response_schemas import (
     AbortReason,
     GenerateResponse,

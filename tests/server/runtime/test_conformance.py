@@ -20,7 +20,7 @@ from logitship.server.runtime.request_runtime import RequestRuntime
 from tests.helpers.processors import CHECKS_HISTORY, shipped, shipped_by_row
 from tests.helpers.random_cases import random_seeds
 from tests.server.sglang.fake_sglang import Sglang, SglangDrafts
-from tests.server.vllm.fake_vllm import VllmV2Drafts
+from tests.server.vllm.fake_vllm import Vllm, VllmV2Drafts
 
 from .early_executor import EarlyExecutor, EarlyRun
 from .fake_engine import CHOICE, FOLLOWS, BatchedEngine, FakeEngine, FakeGroup, FakeRequest, Job, PluginEngine
@@ -75,6 +75,9 @@ def test_histories_are_exact_in_every_schedule(seed: int, engine: type[FakeEngin
     calls = {job.rid: job.tokens for job in jobs if job.first is not None and job.rid not in cut}
     if engine is not VllmV2Drafts:  # it does not know the last draft tokens that vLLM accepts
         assert calls.items() <= fake.receipts.items()
+    if isinstance(fake, Vllm):
+        lengths = {job.rid: len(job.expected) for job in jobs if job.first is not None and job.fails_at is None}
+        assert {rid: fake.sent_steps[rid, length] for rid, length in lengths.items()} == lengths
     assert not fake.held
     assert bool(executor.num_early) == (share > 0 and fake.begins_early)
     assert not executor.unfinished

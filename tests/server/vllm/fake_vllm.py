@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -16,6 +17,7 @@ from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.batch_seat import BatchSeat
 from logitship.server.vllm.settings import VllmSettings, logger
 from logitship.server.vllm.slot_seat import SlotSeat
+from logitship.server.vllm.vllm_seat import VllmSeat
 from tests.server.runtime.fake_engine import CHOICE, FAULT_TOKEN, MAX_ROWS, VOCAB_SIZE, BatchedEngine, FakeRequest, Job
 
 MAX_LEN = 64
@@ -59,8 +61,8 @@ def fake_params(extra_args: dict[str, Any] | None = None, **fields: Any) -> Any:
 def params_of(job: Job) -> Any:
     """Return the parameters of a request that the front end has admitted."""
     extra_args = {"custom_logit_processor": job.string, "custom_params": job.custom_params}
-    stops = [FAULT_TOKEN, *job.stop]
-    return fake_params(None if job.first is None else extra_args, max_tokens=job.tokens, stop_token_ids=stops)
+    ends = {"stop_token_ids": [FAULT_TOKEN, *job.stop], "stop": ["x"] if job.stops_at is not None else []}
+    return fake_params(None if job.first is None else extra_args, max_tokens=job.tokens, **ends)
 
 
 @dataclass(eq=False)
@@ -94,15 +96,36 @@ class Record(FakeRequest):
         return self.computed - self.scheduled
 
 
-class VllmV1(BatchedEngine):
-    """vLLM's model runner V1, whose rows stay in place, and move into gaps."""
+class Vllm(BatchedEngine):
+    """A model runner of vLLM.
+
+    Attributes:
+        sent_steps: the steps of the receipts that were sent with outputs, by request id and length of the whole output.
+    """
 
     settings_class = VllmSettings
     logger = logger
-    seat: BatchSeat
+    seat: VllmSeat
 
     def _make(self, settings: dict[str, Any]) -> None:
+        self.sent_steps: dict[tuple[str, int], int] = {}
         super()._make({"enable_custom_logit_processor": True} | settings)
+
+    def _append(self, tokens: Mapping[FakeRequest, list[int]]) -> dict[FakeRequest, int]:
+        endings = self.seat.take_endings()
+        for request, new in tokens.items():
+            attached = endings[request.rid].to_tensor(new, FAULT_TOKEN) if request.rid in endings else None
+            if attached is not None:
+                by_length = json.loads(attached.numpy().tobytes()).get("receipts", ())
+                for length, (receipt,) in enumerate(by_length, len(request.sampled) + 1):
+                    self.sent_steps[request.rid, length] = receipt["steps"]
+        return super()._append(tokens)
+
+
+class VllmV1(Vllm):
+    """vLLM's model runner V1, whose rows stay in place, and move into gaps."""
+
+    seat: BatchSeat
 
     def _start(self, worker: EngineWorker[Any]) -> None:
         self.requests: dict[str, Record] = {}
@@ -197,20 +220,15 @@ class SlotRequest(FakeRequest):
         return self.prompt + self.sampled
 
 
-class VllmV2(BatchedEngine):
+class VllmV2(Vllm):
     """vLLM's model runner V2: slots and buffers.
 
     Attributes:
         holds_embeddings: the next prompts do.
     """
 
-    settings_class = VllmSettings
-    logger = logger
     has_drafts = False
     seat: SlotSeat
-
-    def _make(self, settings: dict[str, Any]) -> None:
-        super()._make({"enable_custom_logit_processor": True} | settings)
 
     def _start(self, worker: EngineWorker[Any]) -> None:
         self.holds_embeddings = False

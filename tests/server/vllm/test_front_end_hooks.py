@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -16,10 +17,12 @@ from starlette.testclient import TestClient
 
 import logitship_vllm
 from logitship.client.http.vllm_handshake import PROBE, PluginInfo
+from logitship.client.records import Receipt
 from logitship.client.serialization.processor_string import parse
 from logitship.server.api_keys import tenant_of
 from logitship.server.runtime.hook_target import HookTarget
 from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.response_receipts import HTTP_RESPONSES, expect_receipts, response_receipts
 from logitship.server.vllm import front_end_hooks, params_validation
 from logitship.server.vllm.request_tenant import current_tenant, read_tenant
 from logitship.server.vllm.settings import METRICS_DIRECTORY
@@ -90,7 +93,8 @@ def llm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     monkeypatch.setenv("LOGITSHIP_VLLM_PROCESSOR_ISOLATION", "none")
     monkeypatch.setattr(params_validation, "_front_ends", {})
     monkeypatch.setattr(params_validation, "_checks_async_requests", False)
-    monkeypatch.setattr(front_end_hooks, "_wrapped", {front_end_hooks.RESPONSES.path, front_end_hooks.METRICS.path})
+    others = (front_end_hooks.RESPONSES, front_end_hooks.METRICS, *HTTP_RESPONSES)
+    monkeypatch.setattr(front_end_hooks, "_wrapped", {each.path for each in others})
     module = ModuleType("vllm.exceptions")
     vars(module)["VLLMValidationError"] = VLLMValidationError
     engine = ModuleType("vllm.v1.engine.async_llm")
@@ -286,3 +290,32 @@ def test_metrics_of_vllm_have_those_of_processors(llm: Any, tmp_path: Path) -> N
     assert front_end_hooks.add_metrics(lambda: registry) is registry
     (tmp_path / "logitship-1-0.json").write_text('[["logitship_x", "X.", "counter", [["logitship_x_total", {}, 2.0]]]]')
     assert registry.get_sample_value("logitship_x_total") == 2
+
+
+def test_receipts_of_prompts_have_the_indices_of_their_choices() -> None:
+    """A request has two prompts, with two choices each, which finish in any order."""
+
+    async def generate(llm: Any, prompt: str, params: Any) -> AsyncIterator[Any]:
+        for index in (1, 0):
+            await asyncio.sleep(0)
+            receipts = (Receipt("sha256:0", prompt, index + 1, 0.5),)
+            going_on, ended = SimpleNamespace(index=1 - index), SimpleNamespace(index=index, receipts=receipts)
+            for each in (going_on, ended):
+                vars(each).update(finish_reason=None, stop_reason=None)
+            yield SimpleNamespace(outputs=[going_on, ended])
+
+    async def consume(prompt: str) -> None:
+        async for _ in front_end_hooks.generate(generate, None, prompt, SimpleNamespace(n=2)):
+            pass
+
+    async def run() -> list[Any]:
+        expect_receipts()
+        await asyncio.gather(consume("first"), consume("second"))
+        response = {"choices": [{"index": index, "finish_reason": "stop"} for index in range(4)]}
+        receipts = response_receipts()
+        assert receipts is not None
+        assert receipts.write(response)
+        assert not receipts
+        return [(each["name"], each["steps"]) for choice in response["choices"] for each in choice["receipts"]]
+
+    assert asyncio.run(run()) == [("first", 1), ("first", 2), ("second", 1), ("second", 2)]

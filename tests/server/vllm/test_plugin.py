@@ -103,6 +103,7 @@ class GPUModelRunner(WorkerBase):
     def make(self, plugin: ModuleType, **settings: Any) -> Any:
         model_config = SimpleNamespace(
             skip_tokenizer_init=True,
+            max_model_len=64,
             get_vocab_size=lambda: VOCAB_SIZE,
             try_get_generation_config=dict,
             logits_processors=settings.get("logits_processors", ["logitship.server.vllm:LogitshipLogitsProcessor"]),

@@ -1,0 +1,163 @@
+"""The ends of requests, from the workers to the API servers, which are processes of their own: faults, or receipts.
+
+A worker does not know of a request's last output before its next step. So it attaches an ending to each output that may
+be the last one. It is attached as JSON, the bytes of a tensor in a field that the engine core passes on as it is: the
+log-probabilities of prompt tokens that V2 computes on request, which are floats.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import torch
+
+from logitship.client.http.responses import parse_receipts
+from logitship.client.records import Receipt
+from logitship.server.runtime.response_receipts import RECEIPTS
+from logitship.server.schemas.response_schemas import receipt_objects
+
+_FAULT = "fault"
+_CARRIER = "prompt_token_id_logprobs"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """The end of a request, if the tokens of a step end it.
+
+    Attributes:
+        fault: the text of its fault, if the last token is the fault token.
+        receipts: otherwise the receipts of its processors behind its last tokens: an item for each number of draft
+            tokens that vLLM may accept, from 0 on.
+        ends_at: the tokens that end it; None: any token may.
+    """
+
+    fault: str | None
+    receipts: Sequence[Sequence[Receipt]]
+    ends_at: frozenset[int] | None
+
+    def to_tensor(self, tokens: Sequence[int], fault_token: int) -> torch.Tensor | None:
+        """Return what is attached to the output with these tokens; None: they do not end the request."""
+        if self.fault is not None and tokens[-1:] == [fault_token]:
+            return _to_tensor({_FAULT: self.fault})
+        if not self.receipts or not tokens or (self.ends_at is not None and self.ends_at.isdisjoint(tokens)):
+            return None
+        return _to_tensor({RECEIPTS: [receipt_objects(each) for each in self.receipts[: len(tokens)]]})
+
+
+def _to_tensor(attached: Mapping[str, Any]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(attached).encode()), dtype=torch.uint8)
+
+
+def missing_carrier() -> list[str]:
+    """Return the name of the field if the outputs of this vLLM do not have it."""
+    from vllm.v1.outputs import ModelRunnerOutput  # pyright: ignore[reportMissingImports]
+
+    name = f"{_CARRIER}_dict"
+    return [] if name in ModelRunnerOutput.__dataclass_fields__ else [f"ModelRunnerOutput.{name}"]
+
+
+def send_endings(runner: Any, take_endings: Callable[[], Mapping[str, Ending]], fault_token: int) -> None:
+    """Attach the ends of requests to what a model runner samples.
+
+    Args:
+        runner: vLLM's `GPUModelRunner`.
+        take_endings: returns those of the step by request id.
+        fault_token: the last token of requests that end with a fault.
+    """
+    sample_tokens = runner.sample_tokens
+
+    @wraps(sample_tokens)
+    def with_endings(*args: Any, **kwargs: Any) -> Any:
+        output = sample_tokens(*args, **kwargs)
+        endings = take_endings()
+        if not endings:
+            return output
+        get_output = getattr(output, "get_output", None)
+        if get_output is None:
+            return _attach(output, endings, fault_token)
+        # The tokens are not on the host yet.
+        output.get_output = lambda: _attach(get_output(), endings, fault_token)
+        return output
+
+    runner.sample_tokens = with_endings
+
+
+def _attach(output: Any, endings: Mapping[str, Ending], fault_token: int) -> Any:
+    """Attach endings to the rows whose tokens may be their last, in place of nothing that the client asked for."""
+    rows, carried = output.req_id_to_index, output.prompt_token_id_logprobs_dict
+    attached = {}
+    for rid, ending in endings.items():
+        tensor = ending.to_tensor(output.sampled_token_ids[rows[rid]], fault_token) if rid in rows else None
+        if tensor is not None and (rid not in carried or ending.fault is not None):
+            attached[rid] = tensor
+    if attached:
+        output.prompt_token_id_logprobs_dict = {**carried, **attached}
+    return output
+
+
+def process_outputs(
+    process: Callable[..., Any], processor: Any, outputs: Sequence[Any], *args: Any, **kwargs: Any
+) -> Any:
+    """End requests whose processors failed with the text of the fault, and add receipts to those that finish.
+
+    A hook around the method of vLLM's `OutputProcessor`.
+    """
+    receipts = []
+    for output in outputs:
+        ending = _detach(output)
+        if ending is None:
+            continue
+        if RECEIPTS in ending:
+            receipts.append((processor.request_states.get(output.request_id), output, ending[RECEIPTS]))
+        elif output.finish_reason is not None:
+            output.finish_reason = type(output.finish_reason).ERROR
+            output.stop_reason, output.new_token_ids, output.new_logprobs = ending[_FAULT], [], None
+    result = process(processor, outputs, *args, **kwargs)
+    for state, output, by_length in receipts:
+        if state is not None:
+            # vLLM may have dropped tokens: those behind a stop string.
+            _add_receipts(state, result.request_outputs, by_length[: len(output.new_token_ids) or 1][-1])
+    return result
+
+
+def _detach(output: Any) -> Mapping[str, Any] | None:
+    """Return what is attached to vLLM's `EngineCoreOutput`, and detach it."""
+    attached = getattr(output, _CARRIER)
+    if attached is None or attached.dtype != torch.uint8:
+        return None
+    setattr(output, _CARRIER, None)
+    ending: Mapping[str, Any] = json.loads(attached.numpy().tobytes())
+    return ending
+
+
+def _add_receipts(state: Any, returned: Sequence[Any], receipts: Sequence[Mapping[str, Any]]) -> None:
+    """Add the attribute `receipts` to the `CompletionOutput` of a request, if that has finished.
+
+    Args:
+        state: vLLM's `RequestState`.
+        returned: vLLM's `RequestOutput`s, where no queue takes them.
+        receipts: the receipts.
+    """
+    for completion in _completions(state, returned):
+        if completion is not None and completion.index == state.request_index and completion.finish_reason:
+            setattr(completion, RECEIPTS, parse_receipts(receipts))
+
+
+def _completions(state: Any, returned: Sequence[Any]) -> Iterator[Any]:
+    """Yield the outputs of a request and of others with the same prompt."""
+    waiting = () if state.queue is None else (state.queue.output,)
+    for output in (*returned, *waiting):
+        if getattr(output, "request_id", None) == state.external_req_id:
+            yield from output.outputs
+    if state.parent_req is not None:
+        yield from state.parent_req.output_aggregator  # until all of them have finished
+
+
+def readable(text: str) -> str:
+    """Return a text whose source lines vLLM passes on: it removes lines of tracebacks from its error messages."""
+    return re.sub(r'File ("[^"\n]+"), line', r"File \1 line", text)
