@@ -34,7 +34,7 @@ from logitship.client.serialization.processor_string import PYTHON, parse
 from logitship.server.api_keys import tenant_of
 from logitship.server.doctor import run_doctor_command
 from logitship.server.tokenizer import Tokenizer
-from tests.helpers.metrics import growth, read_metrics
+from tests.helpers.metrics import growth, settled_metrics
 
 from .history_processors import CountsCalls, HashesHistory, history_token
 from .sglang_escapes import ESCAPES, PREVENTED, escaping
@@ -197,7 +197,7 @@ def test_force_token(client: Client) -> None:
 
 def test_metrics(server: SglangServer) -> None:
     """They are those of logitship's own server, beside SGLang's. Several tenants do not read the names of classes."""
-    before = read_metrics(server.url)
+    before = settled_metrics(server.url)
     with Client(server.url, timeout=300, headers={"x-tenant": "metrics"}) as client:
         generate(client, processor=NeedsNoParams)
         with pytest.raises((BadRequestError, GenerationError), match="token_id"):

@@ -33,7 +33,7 @@ from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationE
 from logitship.client.serialization.processor_string import PYTHON, parse
 from logitship.server.api_keys import tenant_of
 from logitship.server.model.default_model import default_model_folder
-from tests.helpers.metrics import growth, read_metrics
+from tests.helpers.metrics import growth, read_metrics, settled_metrics
 
 from .history_processors import CountsCalls, HashesHistory, history_token
 from .sglang_server import add_distribution
@@ -509,7 +509,7 @@ def test_load_errors(client: Client) -> None:
 
 def test_metrics(served: tuple[str, Server], client: Client) -> None:
     """All servers count the same. `logitship serve` names no classes of clients with several keys."""
-    before = read_metrics(served[0], KEYS[0])
+    before = settled_metrics(served[0], KEYS[0])
     generate(client, processor=COUNTS_CALLS, params={"first": FIRST})
     with pytest.raises((BadRequestError, GenerationError), match="the third token is too much"):
         generate(client, processor=FailsAtThird)

@@ -79,7 +79,7 @@ def python(tests_of_vllm: Path, folder: Path, *arguments: str) -> subprocess.Com
         "HF_HUB_OFFLINE": "1",
     }
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=280
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=900
     )
 
 

@@ -8,6 +8,9 @@ from collections.abc import Callable
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from logitship.server.runtime.plugin_metrics import INTERVAL
+
+_COUNTED = ("processor_calls_total", "processor_faults_total", "processor_load_duration_seconds_count")
 Total = Callable[..., float]
 """Returns the sum of the samples with this name after `logitship_`, and with these labels."""
 
@@ -33,17 +36,31 @@ def read_metrics(url: str, key: str = "") -> Total:
     return total
 
 
+def settled_metrics(url: str, key: str = "") -> Total:
+    """Read the metrics of an engine that runs the plugin, once all earlier requests are in them.
+
+    Each of its processes shows its own once a second.
+    """
+    read = read_metrics(url, key)
+    while True:
+        before = [read(name) for name in _COUNTED]
+        time.sleep(3 * INTERVAL)
+        read = read_metrics(url, key)
+        if before == [read(name) for name in _COUNTED]:
+            return read
+
+
 def growth(before: Total, url: str, key: str, num_calls: int) -> Total:
-    """Wait until so many more calls are counted, and return by how much each metric has grown.
+    """Wait until so many more calls and a fault are counted, and return by how much each metric has grown.
 
     Args:
-        before: what `read_metrics` returned.
+        before: what `settled_metrics` returned.
         url: base URL of the server.
         key: its API key.
-        num_calls: calls of processors. Engines that run the plugin show them after a second.
+        num_calls: calls of processors.
     """
-    while (now := read_metrics(url, key))("processor_calls_total") < before("processor_calls_total") + num_calls or (
+    while (now := settled_metrics(url, key))("processor_calls_total") < before("processor_calls_total") + num_calls or (
         now("processor_faults_total") == before("processor_faults_total")
     ):
-        time.sleep(0.1)
+        pass
     return lambda name, **labels: now(name, **labels) - before(name, **labels)
