@@ -35,7 +35,7 @@ from logitship.server.schemas.response_schemas import (
     TraceToken,
 )
 from logitship.server.tokenizer import Tokenizer
-from logitship.server.uploads.refusal_responses import JSONResponse, error_body, response_to
+from logitship.server.uploads.refusal_responses import CLIENT_CLOSED_REQUEST, JSONResponse, error_body, response_to
 
 from .request_log import note_refusal
 
@@ -116,9 +116,6 @@ def _stage(stage: TraceStage) -> TraceStageObject:
         "num_allowed": stage.num_allowed,
     }
 
-
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that disconnected before the response. It only shows in access logs."""
 
 logger = logging.getLogger(__name__)
 

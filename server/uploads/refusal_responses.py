@@ -8,6 +8,9 @@ from fastapi import Response
 from logitship.server.refusals import RequestRefused
 from logitship.server.schemas.response_schemas import ErrorResponse
 
+CLIENT_CLOSED_REQUEST = 499
+"""nginx's status for a client that disconnected before the response. It only shows in access logs."""
+
 _CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 _HEADERS = {
     401: {"WWW-Authenticate": "Bearer"},
