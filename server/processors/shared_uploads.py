@@ -39,7 +39,7 @@ class SharedRegistrations(RegisteredProcessors):
         directory.mkdir(exist_ok=True)
         self._directory = directory
         self._uploads: dict[str, Upload] = {}
-        """What is registered, by the names of the files."""
+        """The registered uploads, by the names of their files."""
         self._lock = SharedLock(directory / "index", self._read, self._write)
 
     def _read(self, content: bytes) -> None:
