@@ -506,7 +506,7 @@ def _uploads(settings: PluginSettings) -> Uploads:
     entries, nbytes = ServerConfig.processor_cache_entries, ServerConfig.processor_cache_bytes
     max_used = settings.sandbox_memory if settings.processor_isolation == "sandbox" else None
     max_bytes = settings.artifact_cache_bytes
-    if directory is None:
+    if directory is None or not directory.is_dir():  # it could not be made, or is on another host
         return Uploads(
             RegisteredProcessors(max_entries=entries, max_bytes=nbytes),
             ArtifactStore(max_bytes=max_bytes, max_used=max_used),

@@ -20,6 +20,7 @@ from logitship.server.refusals import RequestRefused, ServiceUnavailable, Thread
 from logitship.server.requests.body_limits import QueuedBytes
 from logitship.server.requests.fair_pool import FairPool, pool_threads
 from logitship.server.uploads.artifact_routes import artifact_router
+from logitship.server.uploads.content_type import check_content_type
 from logitship.server.uploads.processor_routes import processor_router
 from logitship.server.uploads.refusal_responses import CLIENT_CLOSED_REQUEST, response_to
 
@@ -92,6 +93,8 @@ def add_upload_routes(
     uploads = PluginUploads(settings, prepare)
 
     async def identify(request: Request) -> None:
+        if request.method == "POST":
+            check_content_type(request.scope["route"].path, request.headers)
         request.state.caller = find_caller(request)
         await uploads.wait_until_ready()
 

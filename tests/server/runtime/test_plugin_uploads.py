@@ -162,6 +162,8 @@ def test_refusals_name_the_variables_of_the_plugin(front_end: Callable[..., Fron
     refused = each.http.post("/v1/processors", json={"name": "x" * 200})
     assert refused.status_code == 413
     assert "(LOGITSHIP_SGLANG_MAX_PROCESSOR_SIZE;" in refused.json()["error"]["message"]
+    refused = each.http.post("/v1/artifacts", content=bytes(2000), headers={"content-type": "text/plain"})
+    assert refused.status_code == 415
     refused = each.http.post("/v1/artifacts", content=bytes(2000))
     assert refused.status_code == 413
     assert "(LOGITSHIP_SGLANG_ARTIFACT_CACHE_BYTES)" in refused.json()["error"]["message"]
