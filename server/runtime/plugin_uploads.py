@@ -6,9 +6,11 @@ Imported late: engines configure `prometheus_client` and FastAPI before plugins 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from fastapi import Depends, FastAPI, Request, Response
+from fastapi.routing import APIRoute
 from starlette.requests import ClientDisconnect
 
 from logitship.client.processor_info import ProcessorInfo
@@ -98,15 +100,22 @@ def add_upload_routes(
         request.state.caller = find_caller(request)
         await uploads.wait_until_ready()
 
-    async def refuse(_: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestRefused)
-        error.message = settings.in_own_words(error.message)
-        return response_to(error)
+    class UploadRoute(APIRoute):
+        """A route that handles its errors itself: vLLM's application does not call handlers that are added later."""
 
-    async def end(_: Request, __: Exception) -> Response:
-        return Response(status_code=CLIENT_CLOSED_REQUEST)
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            handle = super().get_route_handler()
 
-    for router in (processor_router(uploads), artifact_router(uploads)):
+            async def answer(request: Request) -> Response:
+                try:
+                    return await handle(request)
+                except RequestRefused as refused:
+                    refused.message = settings.in_own_words(refused.message)
+                    return response_to(refused)
+                except ClientDisconnect:
+                    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+            return answer
+
+    for router in (processor_router(uploads, UploadRoute), artifact_router(uploads, UploadRoute)):
         app.include_router(router, dependencies=[Depends(identify)], include_in_schema=False)
-    app.add_exception_handler(RequestRefused, refuse)
-    app.add_exception_handler(ClientDisconnect, end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
+from fastapi.routing import APIRoute
 
 from logitship.server.processors.artifact_store import StoredArtifact
 from logitship.server.refusals import BadRequest
@@ -18,9 +19,9 @@ from .upload_engine import UploadEngine, caller_of, check_key_may_ship
 Digest = Annotated[str, Path(description="`sha256:` and the SHA-256 of the bytes.", examples=["sha256:9f86d081884c…"])]
 
 
-def artifact_router(engine: UploadEngine) -> APIRouter:
-    """Create the routes for `engine`."""
-    router = APIRouter(prefix="/v1/artifacts", tags=["Processors"])
+def artifact_router(engine: UploadEngine, route_class: type[APIRoute] = APIRoute) -> APIRouter:
+    """Create the routes for `engine`, of a class that may handle their errors."""
+    router = APIRouter(prefix="/v1/artifacts", tags=["Processors"], route_class=route_class)
 
     @router.get("", openapi_extra=operation(response=ArtifactList))
     async def artifacts(request: Request) -> Response:

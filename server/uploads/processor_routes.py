@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, cast
 
 from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.routing import APIRoute
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
@@ -34,9 +35,9 @@ Name = Annotated[
 ProcessorId = Annotated[str, Path(description="A name, a name with version, or a digest.", examples=["NoComma@2"])]
 
 
-def processor_router(engine: UploadEngine) -> APIRouter:
-    """Create the routes for `engine`."""
-    router = APIRouter(prefix="/v1/processors", tags=["Processors"])
+def processor_router(engine: UploadEngine, route_class: type[APIRoute] = APIRoute) -> APIRouter:
+    """Create the routes for `engine`, of a class that may handle their errors."""
+    router = APIRouter(prefix="/v1/processors", tags=["Processors"], route_class=route_class)
 
     @router.get("", openapi_extra=operation(response=ProcessorList))
     async def processors(request: Request) -> Response:

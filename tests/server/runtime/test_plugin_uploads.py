@@ -54,6 +54,7 @@ class FrontEnd:
     def __init__(self, settings: PluginSettings) -> None:
         self.processors = for_admission(settings, MODEL, LOGGER)
         app = FastAPI()
+        app.middleware_stack = app.build_middleware_stack()  # handlers that are added later are not called
         add_upload_routes(app, settings, self.prepare, self.caller)
         self.http = TestClient(app, raise_server_exceptions=False)
 
