@@ -220,8 +220,9 @@ class ProcessorLoader:
         name = self._installed_name(string)
         if name is not None:
             return InstalledProcessor(name)
-        if not isinstance(string, PickledProcessor | SourceProcessor):
+        if isinstance(string, RegisteredProcessor):
             raise NotRegistered(f"{string.digest}: no processors are registered here; send the whole processor string")
+        assert isinstance(string, PickledProcessor | SourceProcessor)
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
         self._check_allowed(runnable.digest)
         if runnable.artifacts:
