@@ -2,7 +2,7 @@
 
 vLLM without the plugin accepts unknown `vllm_xargs` and generates without the processor. So the client first sends one
 probe: a completion whose `vllm_xargs` are `PROBE`. The plugin refuses it at admission, before anything is generated,
-and replies in the error message: a plugin cannot add a route.
+and replies in the error message.
 """
 
 from __future__ import annotations

@@ -155,10 +155,6 @@ def _xargs(body: dict[str, Any]) -> dict[str, Any]:
     if isinstance(processor, list):
         several = [{"processor": text} for text in processor]
         processor = None
-    _refuse_registered("processor", processor)
-    for entry in several or ():
-        if isinstance(entry, Mapping):
-            _refuse_registered("logits_processors", entry.get("processor"))
     processors = {
         "custom_logit_processor": processor,
         "custom_params": None if params is None else orjson.dumps(params).decode(),
@@ -182,15 +178,3 @@ def _check_shared(body: Mapping[str, Any], processor: Any, several: Any) -> None
 
 def _has_lists(several: Any) -> bool:
     return bool(several) and all(isinstance(entry, list) for entry in several)
-
-
-def _refuse_registered(name: str, text: Any) -> None:
-    try:
-        form = orjson.loads(text) if isinstance(text, str) else None
-    except orjson.JSONDecodeError:
-        return  # the server reports the error
-    if not isinstance(form, dict):
-        return
-    registered = form.get("digest", form.get("name"))
-    if "digest" in form or "@" in str(registered):
-        raise ValueError(f"{name}: vLLM does not keep registered processors: send the class instead of {registered!r}")

@@ -23,7 +23,7 @@ from logitship.server.metrics.observed_metrics import EngineMetrics, RequestMete
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.request_processors import RequestProcessors
-from logitship.server.refusals import ServiceUnavailable, ShareExceeded, ThreadUnavailable
+from logitship.server.refusals import SHIPPING_IS_OFF, ServiceUnavailable, ShareExceeded, ThreadUnavailable
 from logitship.server.requests.body_limits import QueuedBody, QueuedBytes
 from logitship.server.requests.fair_pool import REST, FairPool, in_daemon_thread, run_behind_the_engine
 from logitship.server.requests.messages import AttachedProcessor, GenerationRequest, GenerationStream, ProcessorRequest
@@ -263,6 +263,11 @@ class AsyncEngine:
             pool_jobs_waiting=self.pool.num_waiting,
             queued_bytes=self.queued_bytes.total,
         )
+
+    @property
+    def shipping_is_off(self) -> str | None:
+        """Reason why requests may not ship code; None: they may."""
+        return None if self.config.enable_custom_logit_processor else SHIPPING_IS_OFF
 
     @property
     def healthy(self) -> bool:

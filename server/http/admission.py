@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from logitship.client.errors import ProcessorLoadError
-from logitship.client.serialization.processor_string import InstalledProcessor, ProcessorString, RegisteredProcessor
 from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
 from logitship.server.api_keys import Caller
 from logitship.server.config import ServerConfig
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
-from logitship.server.refusals import SHIPPING_IS_OFF, BadRequest, NotFound
+from logitship.server.refusals import BadRequest, NotFound
 from logitship.server.requests.messages import AttachedProcessor, ProcessorRequest
 from logitship.server.requests.request_validation import (
     Prompt,
@@ -26,9 +25,8 @@ from logitship.server.requests.request_validation import (
 )
 from logitship.server.schemas.request_schema import SamplingFields
 from logitship.server.schemas.structured_outputs import Constraint
-
-from .auth import check_key_may_ship
-from .receiving import RequestWork
+from logitship.server.uploads.request_bodies import RequestWork
+from logitship.server.uploads.upload_engine import check_may_ship
 
 ANY_MODEL = "default"
 """SGLang's alias for the served model, whatever its name."""
@@ -294,19 +292,3 @@ def check_may_run(engine: AsyncEngine, caller: Caller, processor: AttachedProces
         engine.processors.check_callable(processor)
     except ProcessorLoadError as error:
         raise BadRequest(f"{at}: {error}", param=at) from None
-
-
-def check_may_ship(engine: AsyncEngine, caller: Caller, string: ProcessorString, at: str | None = None) -> None:
-    """Refuse shipped code that the server, or this API key, does not permit.
-
-    Raises:
-        BadRequest: with SGLang's message.
-        Forbidden: other API keys may ship code, this one may not.
-    """
-    if not engine.processors.ships_code(string, caller.tenant):
-        return
-    if not engine.config.enable_custom_logit_processor:
-        raise BadRequest(SHIPPING_IS_OFF, param=at)
-    # A digest or a name contains no code: a permitted key has shipped the processor before.
-    if not isinstance(string, RegisteredProcessor | InstalledProcessor):
-        check_key_may_ship(caller, at)

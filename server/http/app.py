@@ -17,6 +17,7 @@ from logitship.server.http.utility.probe_routes import probe_router
 from logitship.server.http.utility.tokenize_routes import tokenize_router
 from logitship.server.rate_limits import RateLimit
 from logitship.server.schemas.artifact_schemas import ArtifactList, ArtifactObject, DeletedArtifact
+from logitship.server.schemas.documentation import complete
 from logitship.server.schemas.openai_response_schemas import (
     ChatCompletionResponse,
     ChatCompletionStreamResponse,
@@ -43,18 +44,17 @@ from logitship.server.schemas.tokenize_schemas import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from logitship.server.uploads.artifact_routes import artifact_router
+from logitship.server.uploads.processor_routes import processor_router
 
-from .artifact_routes import artifact_router
 from .auth import OPEN_PATHS, ApiKeyMiddleware
 from .cross_origin import AllowedHosts, CrossOriginProtectionMiddleware
 from .docs_routes import docs_router
-from .documentation import complete
 from .json_responses import install_error_handlers
 from .metrics_routes import METRICS_PATH, metrics_router
 from .pacing import TurnsMiddleware, UploadPace, UploadPaceMiddleware
 from .playground_routes import playground_files, playground_router
 from .pooling_routes import pooling_router
-from .processor_routes import processor_router
 from .rate_limit_middleware import RateLimitMiddleware
 from .request_log import HEADER as REQUEST_ID_HEADER
 from .request_log import IGNORED_HEADER, PROCESSORS_HEADER, RequestLogMiddleware

@@ -1,15 +1,14 @@
-"""Authentication of HTTP requests, and the right to ship code."""
+"""Authentication of HTTP requests."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 
-from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from logitship.server.api_keys import ApiKeys, Caller
-from logitship.server.refusals import Forbidden, Unauthorized
+from logitship.server.api_keys import ApiKeys
+from logitship.server.refusals import Unauthorized
 
 from .json_responses import refusal_response
 
@@ -52,28 +51,3 @@ class ApiKeyMiddleware:
                 return
             scope["state"] = {**scope.get("state", {}), "caller": caller}
         await self._app(scope, receive, send)
-
-
-def caller_of(request: Request) -> Caller:
-    """Return the caller of an authenticated request."""
-    caller = request.scope["state"]["caller"]
-    assert isinstance(caller, Caller)
-    return caller
-
-
-def check_key_may_ship(caller: Caller, at: str | None = None) -> None:
-    """Refuse code from a caller whose key may only generate.
-
-    Args:
-        caller: the caller.
-        at: path of the code in the request body; None: the whole body.
-
-    Raises:
-        Forbidden: names the flag for keys that may ship.
-    """
-    if not caller.may_ship:
-        raise Forbidden(
-            "this API key may generate, but not ship processors: use a key that the server's operator set with "
-            "--shipping-api-key, or name an installed processor, or a registered one by its digest",
-            param=at,
-        )

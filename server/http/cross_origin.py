@@ -20,16 +20,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from logitship.server.allowed_hosts import ANY, address_of, is_loopback
-from logitship.server.refusals import Forbidden, RequestRefused, UnsupportedMediaType
+from logitship.server.refusals import Forbidden, RequestRefused
+from logitship.server.uploads.content_type import check_content_type
 
 from .json_responses import refusal_response
 
 _PAGES = frozenset({"/", "/docs"})
 """Pages that other sites may link to."""
-_BINARY_PATH = "/v1/artifacts"
-"""Path whose bodies are bytes. Not a form: pages may send one to other sites."""
 _METHODS_WITH_BODY = frozenset({"PATCH", "POST", "PUT"})
-_JSON = "application/json"
 _MAX_SHOWN = 80
 """Characters of a header that a message repeats."""
 _HOST_HEADER = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:/?#@]+)(:\d*)?")
@@ -106,7 +104,7 @@ class CrossOriginProtectionMiddleware:
         if self._is_cross_origin(headers) and not _opens_page(scope, headers):
             raise _foreign_origin(headers.get("origin"))
         if scope["type"] == "http" and scope["method"] in _METHODS_WITH_BODY:
-            _check_content_type(headers, "application/octet-stream" if scope["path"] == _BINARY_PATH else _JSON)
+            check_content_type(scope["path"], headers)
 
     def _is_cross_origin(self, headers: Headers) -> bool:
         origin = headers.get("origin")
@@ -141,18 +139,6 @@ def _opens_page(scope: Scope, headers: Headers) -> bool:
         and headers.get("sec-fetch-mode") == "navigate"
         and headers.get("sec-fetch-dest") == "document"
     )
-
-
-def _check_content_type(headers: Headers, expected: str) -> None:
-    """Refuse bodies whose Content-Type is not the expected one. Programs may omit the header."""
-    given = headers.get("content-type")
-    if given is None and "origin" not in headers:
-        return
-    if given is None or given.partition(";")[0].strip().lower() != expected:
-        shown = "is missing" if given is None else f"{given[:_MAX_SHOWN]!r} is not supported"
-        raise UnsupportedMediaType(
-            f"Content-Type: {shown}: send the body as {expected} (curl: -H 'Content-Type: {expected}')"
-        )
 
 
 def _foreign_host(header: str) -> Forbidden:

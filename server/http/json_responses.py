@@ -16,7 +16,6 @@ import logging
 from collections.abc import Sequence
 from typing import Literal, TypedDict, cast, overload
 
-import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -35,6 +34,7 @@ from logitship.server.schemas.response_schemas import (
     TraceToken,
 )
 from logitship.server.tokenizer import Tokenizer
+from logitship.server.uploads.refusal_responses import CLIENT_CLOSED_REQUEST, JSONResponse, error_body, response_to
 
 from .request_log import note_refusal
 
@@ -53,16 +53,6 @@ def finite(logprob: float | None) -> float | None: ...
 def finite(logprob: float | None) -> float | None:
     """Replace minus infinity by `LOWEST_LOGPROB`; None stays None."""
     return None if logprob is None else max(logprob, LOWEST_LOGPROB)
-
-
-class JSONResponse(Response):
-    """JSON response, encoded with orjson."""
-
-    media_type = "application/json"
-
-    def render(self, content: object) -> bytes:
-        """Encode the body."""
-        return orjson.dumps(content, option=orjson.OPT_NON_STR_KEYS)
 
 
 def trace_objects(tokenizer: Tokenizer, traces: Sequence[RowTrace]) -> list[TokenTraceObject]:
@@ -108,18 +98,7 @@ def _stage(stage: TraceStage) -> TraceStageObject:
     }
 
 
-CLIENT_CLOSED_REQUEST = 499
-"""nginx's status for a client that disconnected before the response. It only shows in access logs."""
-
 logger = logging.getLogger(__name__)
-
-_CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-_HEADERS = {
-    401: {"WWW-Authenticate": "Bearer"},
-    408: {"Connection": "close"},
-    429: {"Retry-After": "1"},
-    503: {"Retry-After": "1"},
-}
 
 
 class GenerationFailed(Exception):
@@ -134,17 +113,6 @@ class GenerationFailed(Exception):
         super().__init__(error.message)
         self.error = error
         self.index = index
-
-
-def error_body(message: str, type_: str, param: str | None = None, code: str | None = None) -> ErrorResponse:
-    """Build the body of an error response."""
-    return {"error": {"message": message, "type": type_, "param": param, "code": code}}
-
-
-def refusal_body(refused: RequestRefused) -> ErrorResponse:
-    """Build the body for a refused request."""
-    code = "model_not_found" if refused.param == "model" else _CODES.get(refused.status_code)
-    return error_body(refused.message, refused.type, refused.param, code)
 
 
 def failure_body(failed: GenerationFailed) -> ErrorResponse:
@@ -182,10 +150,7 @@ def internal_error_body() -> ErrorResponse:
 def refusal_response(refused: RequestRefused) -> Response:
     """Build the response to a refused request, and note the refusal for the request log."""
     note_refusal(refused)
-    headers = dict(_HEADERS.get(refused.status_code, {}))
-    if refused.retry_after is not None:
-        headers["Retry-After"] = str(refused.retry_after)
-    return JSONResponse(refusal_body(refused), refused.status_code, headers)
+    return response_to(refused)
 
 
 async def _handle_refusal(_: Request, error: Exception) -> Response:

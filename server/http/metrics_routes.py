@@ -7,8 +7,7 @@ from prometheus_client.exposition import choose_encoder
 
 from logitship.server.metrics.observed_metrics import EngineMetrics
 from logitship.server.requests.fair_pool import SCRAPES, FairPool
-
-from .documentation import operation
+from logitship.server.schemas.documentation import operation
 
 METRICS_PATH = "/metrics"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 from starlette.routing import Route
 
-from .documentation import operation
+from logitship.server.schemas.documentation import operation
 
 FOLDER = Path(__file__).parent.parent / "playground"
 

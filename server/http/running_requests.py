@@ -29,9 +29,10 @@ from logitship.server.requests.messages import (
     merge_chunks,
 )
 from logitship.server.requests.request_validation import in_client_words
+from logitship.server.uploads.refusal_responses import JSONResponse
+from logitship.server.uploads.request_bodies import while_connected
 
-from .json_responses import GenerationFailed, JSONResponse, failure_body, internal_error_body
-from .receiving import while_connected
+from .json_responses import GenerationFailed, failure_body, internal_error_body
 from .request_log import follow
 
 logger = logging.getLogger(__name__)

@@ -7,6 +7,7 @@ import time
 import weakref
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from logitship.client.errors import ProcessorLoadError
@@ -89,7 +90,7 @@ class ArtifactStore:
         self._max_bytes = max_bytes
         self._max_used = max_used
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock: AbstractContextManager[object] = threading.Lock()
         self._own: dict[str, OrderedDict[str, None]] = {}
         """The digests of each tenant's artifacts, the least recently used first."""
         self._bytes: dict[str, _SharedBytes] = {}

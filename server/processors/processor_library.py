@@ -7,7 +7,7 @@ processor strings, and `ProcessorLibrary` does both.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from logitship.builtin_processors.base import BuiltinProcessor
@@ -15,7 +15,7 @@ from logitship.builtin_processors.registry import Registry
 from logitship.builtin_processors.sglang_names import INSTALLED_BY_REFERENCE
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
-from logitship.client.serialization.artifact import bytes_of
+from logitship.client.serialization.artifact import Artifact, bytes_of
 from logitship.client.serialization.processor_string import (
     InstalledProcessor,
     PickledProcessor,
@@ -164,6 +164,7 @@ class ProcessorLoader:
         model: what installed processors check their parameters against.
         params_checker: checks parameters against the `params_schema` of a class; None: they have been checked.
         allowed_digests: the only shipped processors that may run; None: any may.
+        check_artifacts: called with the artifacts of a shipped processor and its tenant; raises if one is missing.
 
     Attributes:
         cache: the cache.
@@ -177,6 +178,7 @@ class ProcessorLoader:
         model: ModelView,
         params_checker: ParamsChecker | None,
         allowed_digests: frozenset[str] | None = None,
+        check_artifacts: Callable[[Iterable[Artifact], str], object] = lambda artifacts, _: bytes_of(artifacts),
     ) -> None:
         self._registry = registry
         self.cache = cache
@@ -184,6 +186,7 @@ class ProcessorLoader:
         self._model = model
         self._params_checker = params_checker
         self._allowed_digests = allowed_digests
+        self._check_artifacts = check_artifacts
         self._installed: dict[str, LoadedProcessor] = {}
 
     @property
@@ -217,11 +220,13 @@ class ProcessorLoader:
         name = self._installed_name(string)
         if name is not None:
             return InstalledProcessor(name)
+        if isinstance(string, RegisteredProcessor):
+            raise NotRegistered(f"{string.digest}: no processors are registered here; send the whole processor string")
         assert isinstance(string, PickledProcessor | SourceProcessor)
         runnable = string.runnable if isinstance(string, PickledProcessor) else string
         self._check_allowed(runnable.digest)
         if runnable.artifacts:
-            self._check_artifacts(runnable, tenant)
+            self._check_artifacts(runnable.artifacts, tenant)
         return runnable
 
     def prepare(
@@ -291,10 +296,6 @@ class ProcessorLoader:
                 "--allow-processor"
             )
 
-    def _check_artifacts(self, string: Runnable, tenant: str) -> None:
-        """Refuse a string with a missing artifact. Only a server that clients upload to has any."""
-        bytes_of(string.artifacts)
-
     def _installed_processor(self, name: str) -> LoadedProcessor:
         if name not in self._registry:
             raise ProcessorLoadError(missing_message(name, self._registry, {}))
@@ -363,8 +364,10 @@ class ProcessorLibrary(ProcessorLoader):
         allowed_digests: frozenset[str] | None = None,
         artifacts: ArtifactStore | None = None,
     ) -> None:
-        super().__init__(registry, cache, installed_executor, model, params_checker, allowed_digests)
         self.artifacts = artifacts or ArtifactStore(max_bytes=0)
+        super().__init__(
+            registry, cache, installed_executor, model, params_checker, allowed_digests, self.artifacts.resolve
+        )
         self._registered = registered
         self.callables = callables
         self.names = NamedProcessors(registry, registered)
@@ -429,9 +432,6 @@ class ProcessorLibrary(ProcessorLoader):
             except ArtifactStoreFull as error:
                 if not any(self.cache.evict_with_artifacts(each) for each in error.tenants):
                     raise
-
-    def _check_artifacts(self, string: Runnable, tenant: str) -> None:
-        self.artifacts.resolve(string.artifacts, tenant)
 
     def find(self, string: ProcessorString, tenant: str) -> InstalledProcessor | Runnable:
         """As `ProcessorLoader.find`, also for the name or the digest of a registered processor."""

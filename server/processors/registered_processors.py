@@ -6,6 +6,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from logitship.client.errors import ProcessorLoadError
@@ -46,7 +47,7 @@ class RegisteredProcessors:
         self._max_entries = max_entries
         self._max_bytes = max_bytes
         self._clock = clock
-        self._lock = threading.Lock()
+        self._lock: AbstractContextManager[object] = threading.Lock()
         self._tenants: defaultdict[str, TenantRegistrations] = defaultdict(self._new_tenant)
 
     def __len__(self) -> int:

@@ -18,6 +18,8 @@ from logitship.client.serialization.processor_string import (
     SourceProcessor,
 )
 
+_OTHER_PYTHON = "0.0"
+"""A version whose pickles no Python runs."""
 _DIGEST = re.compile(rb"sha256:[0-9a-f]{64}")
 """The name of an artifact in a pickle."""
 
@@ -95,6 +97,18 @@ def shared_string(strings: Sequence[ProcessorString]) -> ProcessorString:
     if isinstance(first, PickledProcessor):
         return PickledProcessor(first.payload, artifacts=artifacts)
     return SourceProcessor(first.source, first.class_name, first.captured, artifacts=artifacts)
+
+
+def sendable(string: ProcessorString) -> ProcessorString:
+    """Return a string of the same code that can be written as text, to be parsed where this Python runs.
+
+    Source with values that it does not recreate has no form of its own: it stands beside a pickle that does not run.
+    """
+    if not isinstance(string, SourceProcessor) or not string.captured:
+        return string
+    shared = b"".join(each.content.data for each in string.artifacts if each.content is not None)
+    uploaded = tuple(each for each in string.artifacts if each.content is None)
+    return PickledProcessor(shared or b"\0", string.python or _OTHER_PYTHON, source=string, artifacts=uploaded)
 
 
 def _string_size(string: ProcessorString) -> int:

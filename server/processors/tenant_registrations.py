@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from .processor_names import Versions, split_reference
@@ -68,12 +68,28 @@ class TenantRegistrations:
         version = self._last.pop(name, self._last_dropped) + 1
         self._last[name] = version
         registration = Registration(upload, version, size, now)
-        self._by_name.setdefault(name, {})[version] = registration
-        self._by_key[name, version] = registration
-        self._by_digest.setdefault(upload.digest, []).append(registration)
-        self.bytes += size
+        self._keep(registration)
         self._drop_a_name()
         return registration
+
+    def last_numbers(self) -> tuple[dict[str, int], int]:
+        """Return the last number of each name, and the highest of all dropped names."""
+        return dict(self._last), self._last_dropped
+
+    def restore(self, kept: Sequence[Registration], last: Mapping[str, int], last_dropped: int) -> None:
+        """Take over the state of another object, while this one is empty.
+
+        Args:
+            kept: its registrations, the least recently used first.
+            last: see `last_numbers`.
+            last_dropped: see `last_numbers`.
+        """
+        for registration in sorted(kept, key=lambda each: (each.created, each.version)):
+            self._keep(registration)
+        for registration in kept:
+            self.use(registration)
+        self._last.update(last)
+        self._last_dropped = last_dropped
 
     def replace(self, old: Registration, upload: Upload, size: int) -> Registration:
         """Replace a registration by an upload of the same digest."""
@@ -97,6 +113,13 @@ class TenantRegistrations:
         if not self._by_digest[digest]:
             del self._by_digest[digest]
         self.bytes -= registration.size
+
+    def _keep(self, registration: Registration) -> None:
+        upload = registration.upload
+        self._by_name.setdefault(upload.name, {})[registration.version] = registration
+        self._by_key[_key(registration)] = registration
+        self._by_digest.setdefault(upload.digest, []).append(registration)
+        self.bytes += registration.size
 
     def _drop_a_name(self) -> None:
         if len(self._last) > self._max_names:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -42,12 +42,17 @@ from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxS
 from logitship.sampler.sandbox.zygote_process import ZygoteError
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_stats import ProcessorStats
+from logitship.server.processors.artifact_store import ArtifactStore
+from logitship.server.processors.callable_library import CallableLibrary
 from logitship.server.processors.load_queue import LoadQueue, LoadQueueFull, Outcome, Runnable
 from logitship.server.processors.params_checker import InvalidParams, ParamsChecker
-from logitship.server.processors.processor_library import ProcessorLoader, ProcessorNotAllowed
+from logitship.server.processors.processor_library import ProcessorLibrary, ProcessorLoader, ProcessorNotAllowed
+from logitship.server.processors.registered_processors import NotRegistered, RegisteredProcessors
 from logitship.server.processors.sandboxes import new_zygote, sandbox_executor
+from logitship.server.processors.shared_uploads import ArtifactFiles, SharedArtifacts, SharedRegistrations
+from logitship.server.processors.uploaded_processors import UploadedProcessors
 from logitship.server.refusals import ThreadUnavailable
-from logitship.server.requests.fair_pool import in_daemon_thread
+from logitship.server.requests.fair_pool import FairPool, in_daemon_thread
 from logitship.server.requests.messages import ProcessorRequest
 
 from .admission_executor import MAX_VERDICTS, AdmissionExecutor
@@ -67,6 +72,8 @@ _LOAD_ERRORS = (
     LoadQueueFull,
     ThreadUnavailable,
 )
+_ARTIFACTS = "artifacts"
+"""Folder of the artifacts, in the one that the engine's processes share."""
 _REMEMBERED = 10.0
 """Seconds for which the error of a load that `is_loading` began waits for `load`."""
 
@@ -84,6 +91,19 @@ class _BegunLoad:
     error: BaseException | None = None
 
 
+@dataclass(frozen=True)
+class Uploads:
+    """Uploads of clients to a front end.
+
+    Attributes:
+        registered: the registered processors.
+        artifacts: the artifacts.
+    """
+
+    registered: RegisteredProcessors
+    artifacts: ArtifactStore
+
+
 class PluginProcessors:
     """Loads and releases the processors of requests.
 
@@ -94,6 +114,7 @@ class PluginProcessors:
         executor: runs the shipped processors.
         max_entries: most shipped processors that are kept loaded.
         params_checker: checks parameters against the `params_schema` of a class; None: a front end has done it.
+        uploads: what clients uploaded, in a front end; None: the artifacts are in its folder, and it resolves names.
         clock: returns seconds.
 
     Attributes:
@@ -110,6 +131,7 @@ class PluginProcessors:
         *,
         max_entries: int,
         params_checker: ParamsChecker | None,
+        uploads: Uploads | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.in_use = 0
@@ -118,21 +140,65 @@ class PluginProcessors:
         self._executor = executor
         self._clock = clock
         self._begun: dict[str, _BegunLoad] = {}
-        self._loader = ProcessorLoader(
-            registry,
-            ProcessorCache(
-                executor,
-                max_entries=max_entries,
-                max_bytes=ServerConfig.processor_cache_bytes,
-                num_tenants=max(settings.num_tenants, settings.num_keys),
-                check_loaded=None if params_checker is None else params_checker.check_schema,
-            ),
-            InProcessExecutor(SGLANG_NAMES, model),
-            model,
-            params_checker,
-            settings.allowed_digests,
+        directory = settings.shared_directory
+        files = ArtifactFiles(None if directory is None else directory / _ARTIFACTS)
+        find_artifacts = files.resolve if uploads is None else uploads.artifacts.resolve
+        cache = ProcessorCache(
+            executor,
+            max_entries=max_entries,
+            max_bytes=ServerConfig.processor_cache_bytes,
+            num_tenants=max(settings.num_tenants, settings.num_keys),
+            resolve=lambda string, tenant: replace(string, artifacts=find_artifacts(string.artifacts, tenant)),
+            check_loaded=None if params_checker is None else params_checker.check_schema,
         )
+        installed, allowed = InProcessExecutor(SGLANG_NAMES, model), settings.allowed_digests
+        self._library: ProcessorLibrary | None = None
+        if uploads is None:
+            # Their artifacts are looked for once they are loaded.
+            self._loader = ProcessorLoader(registry, cache, installed, model, params_checker, allowed, _noop)
+        else:
+            self._loader = self._library = ProcessorLibrary(
+                registry,
+                cache,
+                installed,
+                model,
+                uploads.registered,
+                CallableLibrary(None, None),
+                params_checker,
+                allowed,
+                uploads.artifacts,
+            )
         self._queue = LoadQueue(self._loader.cache)
+
+    def resolve(self, requested: tuple[ProcessorRequest, ...], tenant: str) -> tuple[ProcessorRequest, ...]:
+        """Return the processors of a request with the strings of registered ones in place of their names and digests.
+
+        Returns:
+            The same object if none is registered.
+
+        Raises:
+            ValueError: no such processor is registered; the message is for the client.
+        """
+        if self._library is None:
+            return requested
+        resolved: list[ProcessorRequest] = []
+        for index, request in enumerate(requested):
+            try:
+                string = self._library.names.resolve(request.string, tenant)
+            except NotRegistered as error:
+                raise ValueError(_at(index, requested) + str(error)) from None
+            resolved.append(replace(request, string=string))
+        is_same = all(new.string is old.string for new, old in zip(resolved, requested, strict=True))
+        return requested if is_same else tuple(resolved)
+
+    def uploaded(self, pool: FairPool) -> UploadedProcessors:
+        """Return what clients uploaded, for the routes of a front end.
+
+        Args:
+            pool: runs the CPU work of uploads.
+        """
+        assert self._library is not None
+        return UploadedProcessors(self._library, self._queue, pool)
 
     async def check(self, requested: Sequence[ProcessorRequest], tenant: str = "") -> None:
         """Load the processors of a request, check their parameters, and release them. Blocks no event loop.
@@ -198,7 +264,7 @@ class PluginProcessors:
                     uses.append(self._use(request, rid, tenant))
                     self.in_use += 1
                 except _LOAD_ERRORS as error:
-                    raise ValueError(f"{PROCESSORS}[{index}]: {error}" if len(requested) > 1 else str(error)) from None
+                    raise ValueError(_at(index, requested) + str(error)) from None
         except BaseException:  # cleanup, then re-raised
             self.release(uses)
             raise
@@ -337,8 +403,7 @@ class PluginProcessors:
         try:
             processor = self._acquire(request, tenant)
         except ProcessorNotAllowed as refused:
-            variable = f"{self._settings.prefix}ALLOW_PROCESSOR"
-            raise ValueError(str(refused).replace("--allow-processor", variable)) from None
+            raise ValueError(self._settings.in_own_words(str(refused))) from None
         try:
             prepared = self._loader.prepare(processor, request.params, own=request.own, tenant=tenant)
         except InvalidParams as error:
@@ -365,6 +430,7 @@ def for_admission(settings: PluginSettings, model: ModelView, logger: logging.Lo
         AdmissionExecutor(executor),
         max_entries=MAX_VERDICTS,
         params_checker=ParamsChecker(),
+        uploads=_uploads(settings),
     )
     processors.start_metrics(logger)
     return processors
@@ -432,6 +498,32 @@ def shipped_executor(
     except (ZygoteError, OSError, RuntimeError) as error:
         zygote.close()
         raise ValueError(f"shipped processors cannot run in sandboxes: {error}") from error
+
+
+def _uploads(settings: PluginSettings) -> Uploads:
+    """Return what clients uploaded to this engine, to any front end on this host."""
+    directory = settings.shared_directory
+    entries, nbytes = ServerConfig.processor_cache_entries, ServerConfig.processor_cache_bytes
+    max_used = settings.sandbox_memory if settings.processor_isolation == "sandbox" else None
+    max_bytes = settings.artifact_cache_bytes
+    if directory is None or not directory.is_dir():  # it could not be made, or is on another host
+        return Uploads(
+            RegisteredProcessors(max_entries=entries, max_bytes=nbytes),
+            ArtifactStore(max_bytes=max_bytes, max_used=max_used),
+        )
+    return Uploads(
+        SharedRegistrations(directory / "processors", max_entries=entries, max_bytes=nbytes),
+        SharedArtifacts(directory / _ARTIFACTS, max_bytes=max_bytes, max_used=max_used),
+    )
+
+
+def _at(index: int, requested: Sequence[ProcessorRequest]) -> str:
+    """Return the start of an error message: the place of a processor among several."""
+    return f"{PROCESSORS}[{index}]: " if len(requested) > 1 else ""
+
+
+def _noop(*_: object) -> None:
+    pass
 
 
 def _registry(settings: PluginSettings) -> Registry:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 from logitship.server.allowed_processors import read_allowed_digests
 from logitship.server.config import ServerConfig
+
+from .shared_directory import SHARED_DIRECTORY
 
 SettingsT = TypeVar("SettingsT", bound="PluginSettings")
 
@@ -31,6 +35,10 @@ class PluginSettings:
     """Longest processor string, in bytes."""
     max_sandboxes: int = ServerConfig.max_sandboxes
     """Most shipped processors kept loaded in a process that runs a model."""
+    max_artifact_size: int = ServerConfig.max_artifact_size
+    """Largest uploaded artifact, in bytes."""
+    artifact_cache_bytes: int = ServerConfig.artifact_cache_bytes
+    """Most bytes of the artifacts of all clients together."""
     sandbox_memory: int = ServerConfig.sandbox_memory
     """Bytes that a sandbox may use beyond what torch uses."""
     sandbox_cpu_time: float = ServerConfig.sandbox_cpu_time
@@ -76,6 +84,23 @@ class PluginSettings:
         settings = cls(**values)
         settings.allowed_digests  # noqa: B018  # reads the file now, so that its errors show at start
         return settings
+
+    @property
+    def request_body_timeout(self) -> float:
+        """Seconds in which the body of an upload has to arrive."""
+        return ServerConfig.request_body_timeout
+
+    def in_own_words(self, message: str) -> str:
+        """Return a message of logitship's own server with the plugin's variables in place of its flags."""
+        for name in self.readers:
+            message = re.sub(f"--{name.replace('_', '-')}\\b", self.prefix + name.upper(), message)
+        return re.sub(r" \(--[a-z-]+\)", "", message)  # flags that the plugin lacks
+
+    @property
+    def shared_directory(self) -> Path | None:
+        """Folder that the processes of the engine share; None: there is none on this host."""
+        path = os.environ.get(SHARED_DIRECTORY)
+        return None if path is None else Path(path)
 
     @property
     def num_keys(self) -> int:
@@ -162,6 +187,8 @@ def _trees(text: str) -> dict[str, str]:
 SHARED_READERS: Mapping[str, Callable[[str], Any]] = {
     "processor_isolation": _isolation,
     "max_processor_size": _count,
+    "max_artifact_size": _count,
+    "artifact_cache_bytes": _count,
     "max_sandboxes": _count,
     "sandbox_memory": _count,
     "sandbox_cpu_time": _seconds,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import orjson
 
-from logitship.client.serialization.processor_string import RegisteredProcessor
+from logitship.client.serialization.processor_string import to_text
+from logitship.server.processors.registration import sendable
 from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
 from logitship.server.refusals import RequestRefused
 from logitship.server.requests.messages import AttachedProcessor, CallableRequest, ProcessorRequest
@@ -120,8 +121,21 @@ def _of_taken_form(attached: AttachedProcessor, engine: str) -> ProcessorRequest
     """Return a processor of a request if it is of a form that a plugin takes."""
     if isinstance(attached, CallableRequest):
         raise ValueError(f"{PROCESSORS}: callables by name are not taken inside {engine}; send a processor")
-    if isinstance(attached.string, RegisteredProcessor):
-        raise ValueError(
-            f"{attached.string.digest}: no processors are registered inside {engine}; send the whole processor string"
-        )
     return attached
+
+
+def with_strings(value: Any, processors: Sequence[ProcessorRequest]) -> Any:
+    """Return the value of a field with the strings of its processors: what it names may be registered.
+
+    Args:
+        value: a processor string or its object; or a list, as such or as JSON text.
+        processors: what was parsed of it.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        return orjson.dumps(with_strings(orjson.loads(value), processors)).decode()
+    if isinstance(value, list):
+        return [
+            {**entry, "processor": to_text(sendable(each.string))}
+            for entry, each in zip(value, processors, strict=True)
+        ]
+    return to_text(sendable(processors[0].string))

@@ -12,11 +12,12 @@ from typing import Any
 
 from logitship.builtin_processors.sglang_names import INSTALLED_BY_REFERENCE
 from logitship.client.http.sglang_handshake import PROBE, SglangPlugin
-from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor
+from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor, RegisteredProcessor
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.api_keys import ApiKeys, Caller, tenant_of
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission
+from logitship.server.runtime.request_fields import with_strings
 from logitship_sglang import logger
 
 from .generate_fields import (
@@ -64,7 +65,7 @@ class FrontEnd:
     def prepare(self) -> None:
         """Start the sandboxes in a thread. The first request with a processor waits for them."""
         with contextlib.suppress(RuntimeError):  # no thread can be started now: the first request tries again
-            self._threads.submit(self._prepared)
+            self._threads.submit(self.prepared)
 
     async def admit(self, generate: Any, http_request: Any) -> None:
         """Check the processors of a request. Adds those that SGLang has dropped.
@@ -86,20 +87,27 @@ class FrontEnd:
             raise ValueError(_SPECULATION)
         if uses_beam_search(generate):
             raise ValueError(BEAM_SEARCH)
-        caller = self._caller(http_request)
+        caller = self.caller(http_request)
         try:
             # In a thread: a request may have thousands of prompts, each with parameters of its own.
-            parsed = await asyncio.get_running_loop().run_in_executor(self._threads, self._parse, pairs, caller)
-            processors = await asyncio.get_running_loop().run_in_executor(self._threads, self._prepared)
+            parsed, texts = await asyncio.get_running_loop().run_in_executor(self._threads, self._parse, pairs, caller)
+            processors = await asyncio.get_running_loop().run_in_executor(self._threads, self.prepared)
             for requested in parsed:
                 await processors.check(requested, caller.tenant)
         except RuntimeError:
             raise ValueError(
                 "custom_logit_processor: the server cannot start a thread to check it now: try again later"
             ) from None
-        mark_admitted(generate, caller.tenant)
+        mark_admitted(generate, caller.tenant, texts)
 
-    def _parse(self, pairs: Sequence[tuple[str, Any]], caller: Caller) -> list[tuple[ProcessorRequest, ...]]:
+    def _parse(
+        self, pairs: Sequence[tuple[str, Any]], caller: Caller
+    ) -> tuple[list[tuple[ProcessorRequest, ...]], dict[str, str]]:
+        """Parse the processors of a request.
+
+        Returns:
+            The processors of each pair, and the strings that name registered ones with those that have their code.
+        """
         strings = dict.fromkeys(string for string, _ in pairs)
         parsed = {string: read_processors(string, self._settings.max_processor_size) for string in strings}
         if not caller.may_ship and any(_ships_code(each) for some in parsed.values() for each in some):
@@ -107,9 +115,15 @@ class FrontEnd:
                 "custom_logit_processor: this key may generate, but not ship processors: send a key of "
                 f"{self._settings.prefix}SHIPPING_API_KEY as '{SHIPPING_KEY_HEADER}', or name a built-in processor"
             )
-        return [with_params(parsed[string], params) for string, params in pairs]
+        texts: dict[str, str] = {}
+        for string, requested in parsed.items():
+            if any(isinstance(each.string, RegisteredProcessor | InstalledProcessor) for each in requested):
+                resolved = self.prepared().resolve(requested, caller.tenant)
+                if resolved is not requested:
+                    parsed[string], texts[string] = resolved, with_strings(string, resolved)
+        return [with_params(parsed[string], params) for string, params in pairs], texts
 
-    def _caller(self, http_request: Any) -> Caller:
+    def caller(self, http_request: Any) -> Caller:
         """Return the client that sent a request. SGLang has checked its own key already."""
         if http_request is None:
             return Caller("", may_ship=True)
@@ -121,7 +135,12 @@ class FrontEnd:
         name = headers.get(header, "") if header else ""
         return replace(caller, tenant=tenant_of(name)) if name else caller
 
-    def _prepared(self) -> PluginProcessors:
+    def prepared(self) -> PluginProcessors:
+        """Return the processors. The first call waits until the sandboxes have started.
+
+        Raises:
+            ValueError: they cannot start.
+        """
         with self._lock:
             if self._processors is None:
                 self._processors = for_admission(self._settings, self._model, logger)
@@ -130,6 +149,6 @@ class FrontEnd:
 
 def _ships_code(request: ProcessorRequest) -> bool:
     string = request.string
-    if isinstance(string, InstalledProcessor):
+    if isinstance(string, InstalledProcessor | RegisteredProcessor):
         return False
     return not (isinstance(string, PickledProcessor) and string.reference in INSTALLED_BY_REFERENCE)

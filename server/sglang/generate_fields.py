@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import orjson
@@ -169,16 +170,20 @@ It makes the string one that no process of SGLang can unpickle, whether the plug
 """
 
 
-def mark_admitted(generate: Any, tenant: str) -> None:
+def mark_admitted(generate: Any, tenant: str, texts: Mapping[str, str] = MappingProxyType({})) -> None:
     """Mark the processor strings of a request, once it is admitted, for SGLang's scheduler.
 
     Args:
         generate: SGLang's `GenerateReqInput`, normalized or not.
         tenant: who sent it.
+        texts: strings to send in place of those that name registered processors.
     """
     strings = getattr(generate, PROCESSOR)
     several = isinstance(strings, list)
-    marked = [f"{ADMITTED}{tenant}:{string}" if string else string for string in (strings if several else [strings])]
+    marked = [
+        f"{ADMITTED}{tenant}:{texts.get(string, string)}" if string else string
+        for string in (strings if several else [strings])
+    ]
     setattr(generate, PROCESSOR, marked if several else marked[0])
 
 

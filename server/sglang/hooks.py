@@ -67,6 +67,10 @@ def make_front_end(init: Function, manager: Any, server_args: Any, *args: Any, *
     front_end = FrontEnd(settings, model, arguments.api_key, skips_processors=skips)
     setattr(manager, _FRONT_END, front_end)
     front_end.prepare()
+    if HTTP_SERVER in sys.modules:
+        from logitship.server.runtime.plugin_uploads import add_upload_routes
+
+        add_upload_routes(sys.modules[HTTP_SERVER].app, settings, front_end.prepared, front_end.caller)
 
 
 async def keep_processor(json: Function, request: Any) -> Any:

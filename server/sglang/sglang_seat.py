@@ -27,6 +27,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.draft_tree import DraftTree
 from logitship.server.runtime.fault_message import fault_details, fault_message
+from logitship.server.runtime.request_fields import MAX_PROCESSORS
 from logitship.server.runtime.request_runtime import RequestRuntime
 from logitship.server.runtime.seat import EngineWorker
 from logitship.server.runtime.tracked_request import TrackedRequest
@@ -294,7 +295,8 @@ class SglangSeat:
         if getattr(req, "beam_group", None) is not None:
             raise ValueError(BEAM_SEARCH)
         _, string = read_mark(req.custom_logit_processor)
-        max_size = self._worker.settings.max_processor_size
+        # Of a whole list: the front end has checked what the client sent, which may have named registered processors.
+        max_size = MAX_PROCESSORS * self._worker.settings.max_processor_size
         request.requested = with_params(read_processors(string, max_size), custom_params)
         return request.requested
 

@@ -23,6 +23,7 @@ from logitship.server.runtime.request_fields import (
     read_one,
     read_several,
     same_sampling_params,
+    with_strings,
 )
 
 
@@ -60,6 +61,12 @@ def read_processors(extra_args: Mapping[str, Any], max_processor_size: int) -> t
         return read_one(one, "vLLM", max_processor_size=max_processor_size, params=params)
     entries = _decode(several, PROCESSORS)
     return read_several(entries, "vLLM", max_processor_size=max_processor_size, params=params)
+
+
+def with_processors(extra_args: Mapping[str, Any], processors: Sequence[ProcessorRequest]) -> dict[str, Any]:
+    """Return `extra_args` with the strings of the request's processors, in place of names and digests."""
+    field = PROCESSOR if extra_args.get(PROCESSOR) is not None else PROCESSORS
+    return {**extra_args, field: with_strings(extra_args[field], processors)}
 
 
 def _decode(value: Any, at: str) -> Any:

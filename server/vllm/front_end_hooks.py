@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from logitship.server.runtime.fault_message import FAULT_TYPE
 from logitship.server.runtime.hook_target import HookTarget, check_targets
 from logitship.server.runtime.response_receipts import HTTP_RESPONSES, RECEIPTS, response_receipts
+from logitship.server.runtime.shared_directory import make_shared_directory
 from logitship.server.schemas.response_schemas import receipt_objects
 
 from .endings import process_outputs, readable
-from .params_validation import check, checked, concerns, prepare
+from .params_validation import check, checked, concerns, front_end_processors, prepare
 from .request_body import read_json
-from .request_tenant import set_tenant, tenant_of_key
-from .settings import VllmSettings, logger, make_metrics_directory
+from .request_tenant import current_tenant, set_tenant, tenant_of_key
+from .settings import VllmSettings, logger
 
 Function = Callable[..., Any]
 
@@ -32,9 +34,9 @@ def install() -> None:
     """
     VllmSettings.from_environment()  # an error shows at the start
     try:
-        make_metrics_directory()
+        make_shared_directory()
     except OSError as error:
-        logger.warning("vLLM's /metrics will not have those of processors: %s", error)
+        logger.warning("vLLM's /metrics will lack those of processors, and workers the artifacts of clients: %s", error)
     _wrap(TARGETS)
 
 
@@ -50,7 +52,8 @@ def _wrap(targets: Sequence[HookTarget]) -> None:
 def start(init: Function, llm: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
     """Start the sandboxes with the engine, and wrap functions of the HTTP server."""
     header = VllmSettings.from_environment().tenant_header
-    _wrap([BODY, RESPONSES, METRICS, *HTTP_RESPONSES, KEY if header is None else _named_by(header)])
+    tenants = KEY if header is None else _named_by(header)
+    _wrap([BODY, RESPONSES, METRICS, *HTTP_RESPONSES, uploads_of(vllm_config), tenants])
     init(llm, vllm_config, *args, **kwargs)
     prepare(vllm_config)
 
@@ -214,6 +217,27 @@ KEY = HookTarget(
     "vllm.entrypoints.serve.middleware.authenticate.AuthenticationMiddleware.verify_token", ["headers"], tenant_of_key
 )
 """Takes the tenant of each request from its API key."""
+
+
+def uploads_of(vllm_config: Any) -> HookTarget:
+    """Return the hook that adds the routes of uploads to vLLM's HTTP server."""
+
+    def add_uploads(build_app: Function, *args: Any, **kwargs: Any) -> Any:
+        from logitship.server.api_keys import Caller
+        from logitship.server.runtime.plugin_uploads import add_upload_routes
+
+        app = build_app(*args, **kwargs)
+        add_upload_routes(
+            app,
+            VllmSettings.from_environment(),
+            partial(front_end_processors, vllm_config),
+            lambda request: Caller(current_tenant(), may_ship=True),
+        )
+        return app
+
+    # By the name under which vLLM's server calls it.
+    path = "vllm.entrypoints.launchers.api_server.entry.build_app"
+    return HookTarget(path, ["args", "supported_tasks", "model_config"], add_uploads)
 
 
 def _named_by(header: str) -> HookTarget:

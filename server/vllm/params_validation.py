@@ -21,7 +21,7 @@ from logitship.server.runtime.plugin_processors import PluginProcessors, for_adm
 
 from .callers import find_caller
 from .configuration import fault_token, model_view
-from .extra_args import asks_for_plugin_info, has_processors, read_processors, sampling_params
+from .extra_args import asks_for_plugin_info, has_processors, read_processors, sampling_params, with_processors
 from .request_tenant import current_tenant, write_tenant
 from .settings import VllmSettings, logger
 from .worker_loads import WorkerLoads
@@ -43,7 +43,7 @@ class _FrontEnd:
     worker_loads: WorkerLoads = field(default_factory=WorkerLoads)
 
     def read(self, params: Any) -> tuple[ProcessorRequest, ...]:
-        """Parse the processors of a request.
+        """Parse the processors of a request. Its parameters get the strings of registered ones.
 
         Raises:
             ValueError: as `admit`.
@@ -52,7 +52,10 @@ class _FrontEnd:
             raise ValueError(PluginInfo(self.fault_token).to_message())
         requested = read_processors(params.extra_args, self.settings.max_processor_size)
         sampling_params(params, (), self.model.eos_token_ids)  # it raises for values that only vLLM accepts
-        return requested
+        resolved = self.processors.resolve(requested, current_tenant())
+        if resolved is not requested:
+            params.extra_args = with_processors(params.extra_args, resolved)
+        return resolved
 
     def accept(self, params: Any) -> None:
         """Write the tenant into a request, and add the stop token with which the plugin ends it."""
@@ -132,6 +135,15 @@ def prepare(vllm_config: Any) -> None:
     global _checks_async_requests
     _checks_async_requests = True
     threading.Thread(target=_front_end, args=(vllm_config,), name="logitship-prepare", daemon=True).start()
+
+
+def front_end_processors(vllm_config: Any) -> PluginProcessors:
+    """Return the processors of a front end. The first call waits until its sandboxes have started.
+
+    Raises:
+        ValueError: they cannot start.
+    """
+    return _front_end(vllm_config).processors
 
 
 def _front_end(config: Any) -> _FrontEnd:

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import shutil
-import tempfile
 from dataclasses import dataclass
 
 from logitship.server.runtime.plugin_settings import SHARED_READERS, PluginSettings, read_switch
+from logitship.server.runtime.shared_directory import SHARED_DIRECTORY
 
 logger = logging.getLogger("vllm.logitship")
 """A child of vLLM's logger, the only one that `vllm serve` prints."""
-
-METRICS_DIRECTORY = "LOGITSHIP_METRICS_DIRECTORY"
-"""Variable that vLLM's processes inherit from the first one, see `make_metrics_directory`."""
-
-
-def make_metrics_directory() -> None:
-    """Make the folder in which vLLM's processes share the metrics of processors, before the first one starts others."""
-    if METRICS_DIRECTORY not in os.environ:
-        os.environ[METRICS_DIRECTORY] = path = tempfile.mkdtemp(prefix="logitship-metrics-")
-        atexit.register(shutil.rmtree, path, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +32,7 @@ class VllmSettings(PluginSettings):
     @property
     def metrics_directory(self) -> str | None:
         """See `PluginSettings.metrics_directory`."""
-        return os.environ.get(METRICS_DIRECTORY)
+        return os.environ.get(SHARED_DIRECTORY)
 
     @property
     def names_in_metrics(self) -> bool:

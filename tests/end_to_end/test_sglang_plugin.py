@@ -29,7 +29,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor, TransportError
+from logitship import (
+    BadRequestError,
+    Client,
+    CustomLogitProcessor,
+    GenerationError,
+    InstalledProcessor,
+    NotFoundError,
+    TransportError,
+)
 from logitship.client.serialization.processor_string import PYTHON, parse
 from logitship.server.api_keys import tenant_of
 from logitship.server.doctor import run_doctor_command
@@ -97,6 +105,20 @@ class WaitsInItsParams(CustomLogitProcessor):
             forced = params["token_id"] if is_first else params["__req__"].output_ids[-1] + 1
             logits[row] = -float("inf")
             logits[row, forced] = 0.0
+        return logits
+
+
+TABLE = torch.arange(20_000)
+"""Large enough to be uploaded as an artifact."""
+
+
+class ForcesFromTable(CustomLogitProcessor):
+    """Forces the tokens from FIRST on."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or ()):
+            logits[row] = -float("inf")
+            logits[row, TABLE[FIRST + len(params["__req__"].output_ids)]] = 0.0
         return logits
 
 
@@ -193,6 +215,39 @@ def generate(client: Client, prompt: str | list[int] = PROMPT, tokens: int = TOK
 
 def test_force_token(client: Client) -> None:
     assert generate(client, processor=STRINGS["ForceToken"], params={"token_id": 1234}) == [1234] * TOKENS
+
+
+@with_overlap
+def test_registered_processors(server: SglangServer) -> None:
+    """They are uploaded once, and named by digest and by name. Another tenant has none of them."""
+    headers = {"x-tenant": "registers"}
+    with Client(server.url, timeout=300, headers=headers) as client:
+        registered = client.register(ForcesFromTable, "Mine")
+        expected = client.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True, processor=registered)
+        assert list(expected.output_ids) == [FIRST + step for step in range(TOKENS)]
+        assert generate(client, processor="Mine@1") == list(expected.output_ids)
+        entries = [{"processor": "Mine"}, {"processor": STRINGS["ForceToken"], "params": {"token_id": 5}}]
+        assert generate(client, logits_processors=entries) == [5] * TOKENS
+        sdk = openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", default_headers=headers, max_retries=0, timeout=300
+        )
+        options: dict[str, Any] = {"model": "default", "prompt": PROMPT, "max_tokens": TOKENS}
+        for processor in ({"digest": registered.digest}, {"name": "Mine"}):
+            body = {"custom_logit_processor": processor, "ignore_eos": True}
+            whole = sdk.completions.create(extra_body=body, **options)
+            assert whole.choices[0].text == expected.text
+            with sdk.completions.create(stream=True, extra_body=body, **options) as stream:
+                assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == expected.text
+        sdk.close()
+        with Client(server.url, timeout=300, headers={"x-tenant": "other"}) as other:
+            for reference in ("Mine", registered):
+                with pytest.raises(NotFoundError):
+                    other.processor(reference)
+            with pytest.raises(BadRequestError, match="no processor is installed or registered as 'Mine'"):
+                generate(other, processor="Mine")
+        assert client.delete_processor("Mine") == ["Mine@1"]
+        with pytest.raises(BadRequestError, match=f"no processor {registered.digest} is registered"):
+            generate(client, processor=registered)
 
 
 def test_metrics(server: SglangServer) -> None:

@@ -29,7 +29,14 @@ import openai
 import pytest
 import torch
 
-from logitship import BadRequestError, Client, CustomLogitProcessor, GenerationError, InstalledProcessor
+from logitship import (
+    BadRequestError,
+    Client,
+    CustomLogitProcessor,
+    GenerationError,
+    InstalledProcessor,
+    NotFoundError,
+)
 from logitship.client.serialization.processor_string import PYTHON, parse
 from logitship.server.api_keys import tenant_of
 from logitship.server.model.default_model import default_model_folder
@@ -97,6 +104,20 @@ class CannotBeMade(CustomLogitProcessor):
         raise RuntimeError("no instance of this")
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        return logits
+
+
+TABLE = torch.arange(20_000)
+"""Large enough to be uploaded as an artifact."""
+
+
+class ForcesFromTable(CustomLogitProcessor):
+    """Forces the tokens from FIRST on."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or ()):
+            logits[row] = -float("inf")
+            logits[row, TABLE[FIRST + len(params["__req__"].output_ids)]] = 0.0
         return logits
 
 
@@ -290,6 +311,32 @@ def test_processor_list(client: Client) -> None:
     forced = {"processor": STRINGS["ForceToken"], "params": {"token_id": 1234}}
     boosted = {"processor": STRINGS["Boost"], "params": {"token_id": 1234}}
     assert generate(client, logits_processors=[boosted, forced]) == [1234] * TOKENS
+
+
+def test_registered_processors(served: tuple[str, Server], client: Client) -> None:
+    """They are uploaded once, and named by digest and by name. Another key has none of them."""
+    registered = client.register(ForcesFromTable, "Mine")
+    expected = client.generate(PROMPT, max_new_tokens=TOKENS, ignore_eos=True, processor=registered)
+    assert list(expected.output_ids) == [FIRST + step for step in range(TOKENS)]
+    assert generate(client, processor="Mine@1") == list(expected.output_ids)
+    options: dict[str, Any] = {"prompt": PROMPT, "max_tokens": TOKENS}
+    with openai.OpenAI(base_url=f"{served[0]}/v1", api_key=KEYS[0], max_retries=0, timeout=300) as sdk:
+        model = sdk.models.list().data[0].id
+        for processor in ({"digest": registered.digest}, {"name": "Mine"}):
+            body = {"custom_logit_processor": processor, "ignore_eos": True}
+            whole = sdk.completions.create(model=model, extra_body=body, **options)
+            assert whole.choices[0].text == expected.text
+            stream = sdk.completions.create(model=model, stream=True, extra_body=body, **options)
+            assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == expected.text
+    with Client(served[0], api_key=KEYS[1], timeout=300) as other:
+        for reference in ("Mine", registered):
+            with pytest.raises(NotFoundError):
+                other.processor(reference)
+        with pytest.raises(BadRequestError, match="no processor is installed or registered as 'Mine'"):
+            generate(other, processor="Mine")
+    assert client.delete_processor("Mine") == ["Mine@1"]
+    with pytest.raises(BadRequestError, match=f"no processor {registered.digest} is registered"):
+        generate(client, processor=registered)
 
 
 def test_faults_end_only_their_requests(client: Client) -> None:

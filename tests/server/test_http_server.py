@@ -22,10 +22,10 @@ import orjson
 import pytest
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.receiving import SHORT_TEXT
 from logitship.server.http_server import HTTPServer
 from logitship.server.listening import open_sockets
 from logitship.server.refusals import StartError
+from logitship.server.uploads.request_bodies import SHORT_TEXT
 
 DEADLINE = 120.0
 LOGITSHIP = str(Path(sysconfig.get_path("scripts"), "logitship"))

@@ -9,11 +9,11 @@ from typing import Any
 import orjson
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.receiving import RequestWork
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.request_validation import check_text_length
 from logitship.server.schemas.openai_schemas import Message
 from logitship.server.schemas.request_schema import IgnoredFields
+from logitship.server.uploads.request_bodies import RequestWork
 
 
 async def render_chat(

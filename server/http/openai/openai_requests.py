@@ -21,7 +21,6 @@ from logitship.server.http.admission import (
     read_prompt,
     sampling_params,
 )
-from logitship.server.http.receiving import ReceivedBody
 from logitship.server.http.running_requests import Submission
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import GenerationRequest
@@ -29,6 +28,7 @@ from logitship.server.requests.request_validation import Prompt
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest, OpenAIFields
 from logitship.server.schemas.responses_schemas import ResponsesRequest
 from logitship.server.schemas.structured_outputs import constraint_of
+from logitship.server.uploads.request_bodies import ReceivedBody
 
 from .chat_prompt import render_chat, used_options
 from .tool_use import ToolUse, tool_use_of

@@ -12,10 +12,8 @@ from fastapi import APIRouter, Path, Request, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import check_model_name
-from logitship.server.http.auth import caller_of
-from logitship.server.http.documentation import operation
-from logitship.server.http.json_responses import JSONResponse, trace_objects
-from logitship.server.http.receiving import ReceivedBody, received
+from logitship.server.http.json_responses import trace_objects
+from logitship.server.http.receiving import received
 from logitship.server.http.running_requests import (
     EventStream,
     RunningRequests,
@@ -25,6 +23,7 @@ from logitship.server.http.running_requests import (
     submit_all,
 )
 from logitship.server.requests.messages import Continuation, GenerationChunk, TokenLogprobs, best_continuations
+from logitship.server.schemas.documentation import operation
 from logitship.server.schemas.openai_response_schemas import (
     ChatChoice,
     ChatCompletionResponse,
@@ -45,6 +44,9 @@ from logitship.server.schemas.openai_schemas import ChatCompletionRequest, Compl
 from logitship.server.schemas.response_schemas import receipt_objects
 from logitship.server.schemas.responses_response_schemas import ResponseEvent, ResponseObject
 from logitship.server.schemas.responses_schemas import ResponsesRequest
+from logitship.server.uploads.refusal_responses import JSONResponse
+from logitship.server.uploads.request_bodies import ReceivedBody
+from logitship.server.uploads.upload_engine import caller_of
 
 from .openai_logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
 from .openai_requests import (

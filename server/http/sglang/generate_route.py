@@ -9,8 +9,6 @@ from typing import Literal, TypeAlias
 from fastapi import APIRouter, Request, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.auth import caller_of
-from logitship.server.http.documentation import one_or_more, operation
 from logitship.server.http.json_responses import fault_details, finite, trace_objects
 from logitship.server.http.receiving import received
 from logitship.server.http.running_requests import (
@@ -21,6 +19,7 @@ from logitship.server.http.running_requests import (
     submit_all,
 )
 from logitship.server.requests.messages import Continuation, FinishReason, TokenLogprobs
+from logitship.server.schemas.documentation import one_or_more, operation
 from logitship.server.schemas.response_schemas import TokenTraceObject, receipt_objects
 from logitship.server.schemas.sglang_response_schemas import (
     AbortReason,
@@ -32,6 +31,7 @@ from logitship.server.schemas.sglang_response_schemas import (
 )
 from logitship.server.schemas.sglang_schemas import GenerateRequest
 from logitship.server.tokenizer import Tokenizer
+from logitship.server.uploads.upload_engine import caller_of
 
 from .sglang_generate import ParsedGenerateRequest, parse_generate_request
 

@@ -12,8 +12,8 @@ from pydantic import TypeAdapter
 from logitship.server.config import ServerConfig, setting_types
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.flags import FLAG_OF_FIELD
-from logitship.server.http.documentation import ref
 from logitship.server.model.kv_cache import BLOCK_SIZE
+from logitship.server.schemas.documentation import ref
 from logitship.server.schemas.documented import SCHEMA_LOCK, example_of
 from logitship.server.schemas.sglang_response_schemas import InternalState, ModelInfoResponse
 

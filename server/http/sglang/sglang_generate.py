@@ -22,13 +22,13 @@ from logitship.server.http.admission import (
     sampling_params,
     value_for_prompt,
 )
-from logitship.server.http.receiving import ReceivedBody
 from logitship.server.http.running_requests import Submission
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import GenerationRequest
 from logitship.server.schemas.request_schema import parse_model
 from logitship.server.schemas.sglang_schemas import GenerateRequest, SGLangSamplingParams
 from logitship.server.schemas.structured_outputs import constraint_of
+from logitship.server.uploads.request_bodies import ReceivedBody
 
 _NAMES_IN_SAMPLING_PARAMS = {field.name: field.name for field in fields(SamplingParams)} | {
     "bad_words": "bad_words",

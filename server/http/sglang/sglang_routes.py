@@ -9,14 +9,14 @@ from fastapi import APIRouter, Request, Response
 
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.auth import caller_of
-from logitship.server.http.documentation import operation
-from logitship.server.http.json_responses import JSONResponse
 from logitship.server.http.receiving import received
 from logitship.server.refusals import BadRequest, QueueFull, RequestRefused
 from logitship.server.requests.messages import GenerationRequest
+from logitship.server.schemas.documentation import operation
 from logitship.server.schemas.sglang_response_schemas import ModelInfoResponse
 from logitship.server.schemas.sglang_schemas import AbortRequest
+from logitship.server.uploads.refusal_responses import JSONResponse
+from logitship.server.uploads.upload_engine import caller_of
 
 from .generate_route import add_generate_route
 from .server_info import model_info_of, server_info_of, server_info_schema

@@ -7,9 +7,9 @@ from importlib.metadata import version
 from fastapi import APIRouter, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
-from logitship.server.http.documentation import operation
-from logitship.server.http.json_responses import JSONResponse
+from logitship.server.schemas.documentation import operation
 from logitship.server.schemas.response_schemas import LoadResponse, VersionResponse
+from logitship.server.uploads.refusal_responses import JSONResponse
 
 
 def probe_router(engine: AsyncEngine) -> APIRouter:

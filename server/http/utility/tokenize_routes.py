@@ -8,19 +8,20 @@ from fastapi import APIRouter, Request, Response
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import check_model_name
-from logitship.server.http.documentation import operation
-from logitship.server.http.json_responses import JSONResponse
 from logitship.server.http.openai.chat_prompt import render_chat, used_options
 from logitship.server.http.openai.tool_use import check_template_shows_tools
-from logitship.server.http.receiving import ReceivedBody, received
+from logitship.server.http.receiving import received
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.request_validation import check_text_length
+from logitship.server.schemas.documentation import operation
 from logitship.server.schemas.tokenize_schemas import (
     DetokenizeRequest,
     DetokenizeResponse,
     TokenizeRequest,
     TokenizeResponse,
 )
+from logitship.server.uploads.refusal_responses import JSONResponse
+from logitship.server.uploads.request_bodies import ReceivedBody
 
 _TOKENIZE = operation(
     body=TokenizeRequest, body_example={"prompt": "The capital of France is"}, response=TokenizeResponse

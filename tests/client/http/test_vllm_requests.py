@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, cast
 
+import orjson
 import pytest
 
 from logitship.client.http import http_requests as requests
@@ -94,6 +95,15 @@ def test_logprobs_not_requested() -> None:
 
 
 @pytest.mark.parametrize(
+    ("processor", "string"),
+    [(DIGEST, {"digest": DIGEST}), ({"digest": DIGEST}, {"digest": DIGEST}), ("Lipogram@2", {"name": "Lipogram@2"})],
+)
+def test_registered_processors_are_named(processor: Any, string: dict[str, str]) -> None:
+    body = translate_for_vllm(chat(processor=processor)).json
+    assert orjson.loads(body["vllm_xargs"]["custom_logit_processor"]) == string
+
+
+@pytest.mark.parametrize(
     ("request_", "message"),
     [
         (generate(stop_regex="a"), "stop_regex: vLLM does not support stop expressions"),
@@ -110,14 +120,6 @@ def test_logprobs_not_requested() -> None:
         (generate(["a", "b"], processor=[SHIPPED, None]), "processor: on vLLM all prompts of a batch"),
         (completions(["a", "b"], processor=[SHIPPED, None]), "processor: on vLLM all prompts of a batch"),
         (generate(["a"], logits_processors=[[{"processor": SHIPPED}]]), "logits_processors: on vLLM all prompts"),
-        (generate(processor=DIGEST), f"processor: vLLM does not keep registered processors: .* '{DIGEST}'"),
-        (chat(processor="Lipogram@2"), "processor: vLLM does not keep registered processors: .* 'Lipogram@2'"),
-        (chat(processor={"digest": DIGEST}), "processor: vLLM does not keep registered processors"),
-        (chat(processor=[SHIPPED, DIGEST]), "vLLM does not keep registered processors"),
-        (
-            chat(logits_processors=[{"processor": DIGEST}]),
-            "logits_processors: vLLM does not keep registered processors",
-        ),
         (
             chat(processor=SHIPPED, vllm_xargs={"custom_logit_processor": SHIPPED}),
             "vllm_xargs: custom_logit_processor is also given by a separate argument",

@@ -14,12 +14,9 @@ from uvicorn.server import ServerState
 
 from logitship.server.http import receiving
 from logitship.server.http.app import create_app
-from logitship.server.http.receiving import (
-    LARGE_BODY,
-    SHORT_TEXT,
-    head_timeout_protocol,
-)
+from logitship.server.http.receiving import head_timeout_protocol
 from logitship.server.schemas.request_schema import parse_model
+from logitship.server.uploads.request_bodies import LARGE_BODY, SHORT_TEXT
 from tests.helpers.answers import error_of
 from tests.helpers.coroutines import until
 

@@ -26,9 +26,10 @@ from logitship.server.runtime.allowances import Allowances
 from logitship.server.runtime.fault_message import fault_details
 from logitship.server.runtime.plugin_metrics import MetricsFile, PluginMetrics, SummedMetrics, register
 from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.shared_directory import SHARED_DIRECTORY, make_shared_directory
 from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship.server.sglang.sglang_settings import SglangSettings
-from logitship.server.vllm.settings import METRICS_DIRECTORY, VllmSettings, make_metrics_directory
+from logitship.server.vllm.settings import VllmSettings
 from tests.server.processors.paused_executor import PausedExecutor
 
 from .fake_engine import Job, PluginEngine
@@ -54,7 +55,7 @@ class Fixed(Collector):
 @pytest.fixture
 def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the metrics of all engines. Files are written only when the test does."""
-    for variable in (METRICS_DIRECTORY, "PROMETHEUS_MULTIPROC_DIR"):
+    for variable in (SHARED_DIRECTORY, "PROMETHEUS_MULTIPROC_DIR"):
         monkeypatch.setenv(variable, str(tmp_path))
     monkeypatch.setattr(MetricsFile, "start", lambda file: None)
     return tmp_path
@@ -225,14 +226,14 @@ def test_first_process_makes_the_directory(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     code = f"""
 import os
-from logitship.server.vllm.settings import make_metrics_directory
-make_metrics_directory()
-print(os.path.isdir(os.environ["{METRICS_DIRECTORY}"]))
+from logitship.server.runtime.shared_directory import make_shared_directory
+make_shared_directory()
+print(os.path.isdir(os.environ["{SHARED_DIRECTORY}"]))
 """
-    environment: Any = {name: value for name, value in os.environ.items() if name != METRICS_DIRECTORY}
+    environment: Any = {name: value for name, value in os.environ.items() if name != SHARED_DIRECTORY}
     found = subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True)
     assert found.stdout == "True\n"
     assert [*tmp_path.iterdir()] == []
-    monkeypatch.setenv(METRICS_DIRECTORY, "of another process")
-    make_metrics_directory()
-    assert os.environ[METRICS_DIRECTORY] == "of another process"
+    monkeypatch.setenv(SHARED_DIRECTORY, "of another process")
+    make_shared_directory()
+    assert os.environ[SHARED_DIRECTORY] == "of another process"

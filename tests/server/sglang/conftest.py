@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
 from logitship.sampler.processors.request_view import ModelView
+from logitship.server.runtime.shared_directory import SHARED_DIRECTORY
 from logitship.server.sglang.sglang_settings import SglangSettings
 from tests.server.runtime.fake_engine import EOS, VOCAB_SIZE
 
@@ -25,6 +27,15 @@ def schedule_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     module = ModuleType("sglang.srt.managers.schedule_batch")
     module.FINISH_ABORT = FinishAbort  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.fixture(autouse=True)
+def shared_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Let the plugin have a folder for the processes of an engine."""
+    path = tmp_path / "shared"
+    path.mkdir()
+    monkeypatch.setenv(SHARED_DIRECTORY, str(path))
+    return path
 
 
 @pytest.fixture

@@ -2,19 +2,27 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from starlette.testclient import TestClient
 
+from logitship import Client
 from logitship.client.http.sglang_handshake import PROBE, PROBE_BODY, SglangPlugin
+from logitship.client.serialization.processor_string import parse
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.api_keys import tenant_of
-from logitship.server.sglang.front_end import FrontEnd
+from logitship.server.runtime.plugin_uploads import add_upload_routes
+from logitship.server.sglang import hooks
+from logitship.server.sglang.front_end import SHIPPING_KEY_HEADER, FrontEnd
 from logitship.server.sglang.generate_fields import ADMITTED, read_mark, read_processors
 from logitship.server.sglang.sglang_settings import SglangSettings
+from tests.helpers.app_transport import AppTransport
 from tests.helpers.processors import CHECKS_HISTORY
 
 SOURCE = json.dumps({"source": CHECKS_HISTORY.source, "class_name": "ChecksHistory"})
@@ -52,7 +60,7 @@ def test_valid_processors_are_admitted(front_end: FrontEnd) -> None:
     asyncio.run(front_end.admit(generate(None), None))
     asyncio.run(front_end.admit(generate(SOURCE), None))
     asyncio.run(front_end.admit(generate(FORBIDS, token_ids=[1]), None))
-    assert front_end._prepared().in_use == 0
+    assert front_end.prepared().in_use == 0
 
 
 def test_admitted_strings_are_marked(front_end: FrontEnd) -> None:
@@ -64,6 +72,57 @@ def test_admitted_strings_are_marked(front_end: FrontEnd) -> None:
     with pytest.raises(ValueError, match="parameters of disallowed_tokens"):
         asyncio.run(front_end.admit(refused, None))
     assert refused.custom_logit_processor == FORBIDS
+
+
+def test_registered_processors_are_used_by_name_and_digest(
+    settings: SglangSettings, model: ModelView, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler gets their strings. Each key has registrations of its own."""
+    front_ends: list[FrontEnd] = []
+
+    def make(*args: Any, **kwargs: Any) -> FrontEnd:
+        front_ends.append(FrontEnd(settings, model, "k1", skips_processors=False))
+        return front_ends[-1]
+
+    app = FastAPI()
+    monkeypatch.setitem(sys.modules, hooks.HTTP_SERVER, SimpleNamespace(app=app))
+    arguments = SimpleNamespace(enable_custom_logit_processor=True, enable_metrics=False, api_key="k1")
+    monkeypatch.setattr(hooks, "resolved_arguments", lambda _: arguments)
+    monkeypatch.setattr(hooks, "skips_processors", lambda _: False)
+    for name in ("check_configuration", "apply_hooks", "served_model"):
+        monkeypatch.setattr(hooks, name, lambda *_: None)
+    monkeypatch.setattr(hooks, "FrontEnd", make)
+    hooks.make_front_end(lambda *_: None, SimpleNamespace(model_config=None), None)
+    (front_end,) = front_ends
+    http = TestClient(app)
+    client = Client("http://testserver", dialect="sglang", api_key="k1", transport=AppTransport(http))
+    registered = client.register(json.loads(SOURCE))
+    assert http.get("/v1/processors/ChecksHistory").status_code == 404
+    named, digest = json.dumps({"name": "ChecksHistory"}), json.dumps({"digest": registered.digest})
+    several = json.dumps([{"processor": {"name": "ChecksHistory"}, "params": {"first": 1}}])
+    for string in (named, digest, several):
+        request = generate(string)
+        asyncio.run(front_end.admit(request, http_request(authorization="Bearer k1")))
+        tenant, sent = read_mark(request.custom_logit_processor)
+        (found,) = read_processors(sent, 1 << 20)
+        assert (tenant, found.string) == (tenant_of("k1"), parse(SOURCE))
+        assert found.params == ({"first": 1} if string == several else None)
+    with pytest.raises(ValueError, match="no processor is installed or registered as 'ChecksHistory'"):
+        asyncio.run(front_end.admit(generate(named), http_request()))
+
+
+def test_shipping_key_registers_for_others(model: ModelView) -> None:
+    """A name has no code: requests with it need no such key, but the registrations are those of a tenant."""
+    settings = SglangSettings(processor_isolation="none", shipping_api_key=["ships"])
+    front_end = FrontEnd(settings, model, "generates", skips_processors=False)
+    digest = json.dumps({"digest": parse(SOURCE).digest})  # type: ignore[union-attr]
+    app = FastAPI()
+    add_upload_routes(app, settings, front_end.prepared, front_end.caller)
+    http = TestClient(app)
+    headers = {"authorization": "Bearer generates", SHIPPING_KEY_HEADER: "ships"}
+    assert http.post("/v1/processors", content=SOURCE, headers={"authorization": "Bearer generates"}).status_code == 403
+    assert http.post("/v1/processors", content=SOURCE, headers=headers).status_code == 200
+    asyncio.run(front_end.admit(generate(digest), http_request(authorization="Bearer generates")))
 
 
 def test_each_string_is_parsed_once(front_end: FrontEnd, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 import threading
 from collections.abc import AsyncIterator
@@ -13,9 +14,12 @@ from typing import Any
 import pytest
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse
 from starlette.testclient import TestClient
 
 import logitship_vllm
+from logitship import Client
 from logitship.client.http.vllm_handshake import PROBE, PluginInfo
 from logitship.client.records import Receipt
 from logitship.client.serialization.processor_string import parse
@@ -23,9 +27,11 @@ from logitship.server.api_keys import tenant_of
 from logitship.server.runtime.hook_target import HookTarget
 from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.runtime.response_receipts import HTTP_RESPONSES, expect_receipts, response_receipts
+from logitship.server.runtime.shared_directory import SHARED_DIRECTORY
 from logitship.server.vllm import front_end_hooks, params_validation
-from logitship.server.vllm.request_tenant import current_tenant, read_tenant
-from logitship.server.vllm.settings import METRICS_DIRECTORY
+from logitship.server.vllm.extra_args import read_processors
+from logitship.server.vllm.request_tenant import current_tenant, read_tenant, set_tenant
+from tests.helpers.app_transport import AppTransport
 from tests.server.vllm.conftest import MakeParams
 
 FAULT_TOKEN = 63
@@ -53,11 +59,28 @@ class AuthenticationMiddleware:
         return headers.get("Authorization") in ("Bearer k1", "Bearer k2")
 
 
+class AuthenticatedApp(FastAPI):
+    """Fake of vLLM's application with `--api-key k1 k2`."""
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        middleware = sys.modules["vllm.entrypoints.serve.middleware.authenticate"].AuthenticationMiddleware()
+        headers = {"Authorization": Headers(scope=scope).get("authorization", "")}
+        if scope["type"] == "http" and not middleware.verify_token(headers):
+            await JSONResponse({"error": "Unauthorized"}, 401)(scope, receive, send)
+        else:
+            await super().__call__(scope, receive, send)
+
+
+def build_app(args: Any, supported_tasks: Any = None, model_config: Any = None) -> FastAPI:
+    return AuthenticatedApp()
+
+
 class FakeLLM:
     """Fake of vLLM's `AsyncLLM`, with the parameters of its functions.
 
     Attributes:
         added: the stop tokens and tenants of added requests.
+        arguments: the `extra_args` of added requests.
         asked: what its workers were asked: the names and the arguments of methods.
         answers: the next answers of its workers, by engine; then none must wait.
     """
@@ -65,6 +88,7 @@ class FakeLLM:
     def __init__(self, vllm_config: Any) -> None:
         self.vllm_config = vllm_config
         self.added: list[tuple[list[int], str]] = []
+        self.arguments: list[dict[str, Any]] = []
         self.asked: list[tuple[str, dict[str, Any] | None, list[str]]] = []
         self.answers: list[list[list[bool]]] = []
 
@@ -82,13 +106,14 @@ class FakeLLM:
     async def add_request(self, request_id: str, prompt: str, params: Any) -> str:
         InputProcessor(self.vllm_config).validate(params)
         self.added.append((params.stop_token_ids, read_tenant(params)))
+        self.arguments.append(params.extra_args)
         return request_id
 
 
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """An `AsyncLLM` with hooks."""
-    monkeypatch.setenv(METRICS_DIRECTORY, str(tmp_path))
+    monkeypatch.setenv(SHARED_DIRECTORY, str(tmp_path))
     monkeypatch.setenv("LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR", "1")
     monkeypatch.setenv("LOGITSHIP_VLLM_PROCESSOR_ISOLATION", "none")
     monkeypatch.setattr(params_validation, "_front_ends", {})
@@ -103,10 +128,15 @@ def llm(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     middleware: Any = type("AuthenticationMiddleware", (AuthenticationMiddleware,), {})
     authenticate = ModuleType("vllm.entrypoints.serve.middleware.authenticate")
     vars(authenticate)["AuthenticationMiddleware"] = middleware
-    packages = ("entrypoints", "entrypoints.serve", "entrypoints.serve.middleware", "v1", "v1.engine")
+    entry = ModuleType("vllm.entrypoints.launchers.api_server.entry")
+    vars(entry)["build_app"] = build_app
+    packages = (
+        *("entrypoints", "entrypoints.serve", "entrypoints.serve.middleware"),
+        *("entrypoints.launchers", "entrypoints.launchers.api_server", "v1", "v1.engine"),
+    )
     for name in ("vllm", *(f"vllm.{each}" for each in packages)):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
-    for each in (module, engine, authenticate):
+    for each in (module, engine, authenticate, entry):
         monkeypatch.setitem(sys.modules, each.__name__, each)
         parent, _, child = each.__name__.rpartition(".")
         setattr(sys.modules[parent], child, each)
@@ -224,6 +254,36 @@ def test_each_api_key_is_a_tenant(llm: Any, vllm_params: MakeParams, processor_s
         assert [tenant for _, tenant in llm.added] == [first, second, first, "", ""]
 
     asyncio.run(run())
+
+
+def test_registered_processors_are_used_by_name_and_digest(
+    llm: Any, vllm_params: MakeParams, processor_string: str
+) -> None:
+    """The engine gets their strings. Each key has registrations of its own."""
+    http = TestClient(sys.modules["vllm.entrypoints.launchers.api_server.entry"].build_app(None))
+    client = Client("http://testserver", dialect="vllm", api_key="k1", transport=AppTransport(http))
+    registered = client.register(json.loads(processor_string))
+    other = {"authorization": "Bearer k2"}
+    assert http.get("/v1/processors/ChecksHistory").status_code == 401
+    assert http.get("/v1/processors/ChecksHistory", headers=other).status_code == 404
+    named = {"name": "ChecksHistory"}
+    forms: list[dict[str, Any]] = [
+        {"custom_logit_processor": json.dumps(named)},
+        {"custom_logit_processor": {"digest": registered.digest}},
+        {"logits_processors": json.dumps([{"processor": named, "params": {"first": 1}}])},
+    ]
+
+    async def send(key: str, args: dict[str, Any]) -> None:
+        set_tenant(key)
+        await llm.add_request("1", "", vllm_params(args))
+
+    for args in forms:
+        asyncio.run(send("k1", args))
+    requested = [read_processors(each, 1 << 20) for each in llm.arguments]
+    assert [[each.string for each in one] for one in requested] == [[parse(processor_string)]] * 3
+    assert [each.params for (each,) in requested] == [None, None, {"first": 1}]
+    with pytest.raises(VLLMValidationError, match="no processor is installed or registered as 'ChecksHistory'"):
+        asyncio.run(send("k2", forms[0]))
 
 
 def test_gateway_names_the_tenants(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from logitship.server.schemas.documented import SCHEMA_LOCK
-from logitship.server.schemas.response_schemas import ErrorResponse
+from .documented import SCHEMA_LOCK
+from .response_schemas import ErrorResponse
 
 _REFERENCE = "#/components/schemas/{model}"
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Path, Request, Response
+from fastapi.routing import APIRoute
 
-from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.processors.artifact_store import StoredArtifact
-from logitship.server.refusals import SHIPPING_IS_OFF, BadRequest
+from logitship.server.refusals import BadRequest
 from logitship.server.schemas.artifact_schemas import ArtifactList, ArtifactObject, DeletedArtifact
+from logitship.server.schemas.documentation import BINARY, operation
 
-from .auth import caller_of, check_key_may_ship
-from .documentation import BINARY, operation
-from .json_responses import JSONResponse
-from .receiving import received_artifact
+from .refusal_responses import JSONResponse
+from .request_bodies import received_artifact
+from .upload_engine import UploadEngine, caller_of, check_key_may_ship
 
 Digest = Annotated[str, Path(description="`sha256:` and the SHA-256 of the bytes.", examples=["sha256:9f86d081884c…"])]
 
 
-def artifact_router(engine: AsyncEngine) -> APIRouter:
-    """Create the routes for `engine`."""
-    router = APIRouter(prefix="/v1/artifacts", tags=["Processors"])
+def artifact_router(engine: UploadEngine, route_class: type[APIRoute] = APIRoute) -> APIRouter:
+    """Create the routes for `engine`, of a class that may handle their errors."""
+    router = APIRouter(prefix="/v1/artifacts", tags=["Processors"], route_class=route_class)
 
     @router.get("", openapi_extra=operation(response=ArtifactList))
     async def artifacts(request: Request) -> Response:
@@ -39,8 +39,8 @@ def artifact_router(engine: AsyncEngine) -> APIRouter:
         Uploading the same bytes again is a no-op.
         """
         caller = caller_of(request)
-        if not engine.config.enable_custom_logit_processor:
-            raise BadRequest(SHIPPING_IS_OFF)
+        if engine.shipping_is_off is not None:
+            raise BadRequest(engine.shipping_is_off)
         check_key_may_ship(caller)
         async with received_artifact(request, engine) as body:
             if not body.value:

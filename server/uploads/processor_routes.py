@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import Annotated, cast
 
 from fastapi import APIRouter, Path, Query, Request, Response
+from fastapi.routing import APIRoute
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor_info import ProcessorDetails, ProcessorInfo
 from logitship.client.serialization import processor_string
 from logitship.client.serialization.processor_string import ProcessorString, RegisteredProcessor
-from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.processors.processor_names import NAME_RULE
 from logitship.server.processors.request_processors import check_processor_text
 from logitship.server.refusals import BadRequest
+from logitship.server.schemas.documentation import operation
 from logitship.server.schemas.processor_schemas import (
     PROCESSOR_SCHEMA,
     DeletedProcessor,
@@ -23,11 +24,9 @@ from logitship.server.schemas.processor_schemas import (
     ProcessorObject,
 )
 
-from .admission import check_may_ship
-from .auth import caller_of, check_key_may_ship
-from .documentation import operation
-from .json_responses import JSONResponse
-from .receiving import received_processor
+from .refusal_responses import JSONResponse
+from .request_bodies import received_processor
+from .upload_engine import UploadEngine, caller_of, check_key_may_ship, check_may_ship
 
 Name = Annotated[
     str | None,
@@ -36,9 +35,9 @@ Name = Annotated[
 ProcessorId = Annotated[str, Path(description="A name, a name with version, or a digest.", examples=["NoComma@2"])]
 
 
-def processor_router(engine: AsyncEngine) -> APIRouter:
-    """Create the routes for `engine`."""
-    router = APIRouter(prefix="/v1/processors", tags=["Processors"])
+def processor_router(engine: UploadEngine, route_class: type[APIRoute] = APIRoute) -> APIRouter:
+    """Create the routes for `engine`, of a class that may handle their errors."""
+    router = APIRouter(prefix="/v1/processors", tags=["Processors"], route_class=route_class)
 
     @router.get("", openapi_extra=operation(response=ProcessorList))
     async def processors(request: Request) -> Response:
