@@ -36,8 +36,8 @@ NUM_PARSED = 4
 SHIPPING_KEY_HEADER = "x-logitship-shipping-key"
 """Header of a shipping key, for servers whose `Authorization` is SGLang's own API key."""
 _SPECULATION = (
-    "custom_logit_processor: this server decodes speculatively, and SGLang does not call processors for drafts; it has "
-    "to be started without --speculative-algorithm, or with NGRAM and --disable-overlap-schedule"
+    "custom_logit_processor: this server decodes speculatively, with an algorithm whose drafts processors cannot "
+    "follow; they can follow NGRAM, EAGLE, EAGLE3, NEXTN and STANDALONE"
 )
 
 

@@ -121,7 +121,7 @@ def make_steps(init: Function, scheduler: Any, server_args: Any, *args: Any, **k
         check_configuration(arguments)
         send_receipts()
         if arguments.speculative_algorithm is not None:
-            apply_hooks([VERIFY])
+            apply_hooks(DRAFTS)
             _follows_drafts = not skips_processors(arguments)
     init(scheduler, server_args, *args, **kwargs)
     if not arguments.enable_custom_logit_processor:
@@ -225,6 +225,13 @@ def verify(
     return result
 
 
+def needs_verdict(is_disable_overlap_for_batch: Function, scheduler: Any, batch: Any, last_batch: Any) -> bool:
+    """Let SGLang process the last step before a step with processors: these need to know the accepted draft tokens."""
+    has_processors = bool(batch) and batch.sampling_info is not None and batch.sampling_info.has_custom_logit_processor
+    is_pending = has_processors and len(scheduler.result_queue) > 0
+    return is_pending or bool(is_disable_overlap_for_batch(scheduler, batch, last_batch))
+
+
 def apply(
     apply_custom_logit_processor: Function, logits: torch.Tensor, sampling_batch_info: Any, num_tokens_in_batch: int = 1
 ) -> None:
@@ -325,17 +332,20 @@ ROUTES = (
 """Wrapped only where SGLang serves HTTP."""
 METRICS = HookTarget("prometheus_client.multiprocess.MultiProcessCollector.__init__", ["registry", "path"], add_metrics)
 """Collects the metrics of all processes for SGLang's `/metrics`. Wrapped only if it has one."""
-VERIFY = HookTarget(
-    "sglang.srt.speculative.eagle_utils.eagle_sample",
-    [
-        "verify_input",
-        "batch",
-        "logits_output",
-        "grammar_mask",
-        "uno_target_max_top_k",
-        "watermark_state",
-        "watermark_full_mask",
-    ],
-    verify,
+DRAFTS = (
+    HookTarget(
+        "sglang.srt.speculative.eagle_utils.eagle_sample",
+        [
+            "verify_input",
+            "batch",
+            "logits_output",
+            "grammar_mask",
+            "uno_target_max_top_k",
+            "watermark_state",
+            "watermark_full_mask",
+        ],
+        verify,
+    ),
+    HookTarget(f"{_SCHEDULER}.is_disable_overlap_for_batch", ["batch", "last_batch"], needs_verdict),
 )
-"""Wrapped only if SGLang decodes speculatively. It is imported by its workers then."""
+"""Wrapped only if SGLang decodes speculatively. Its workers import the first one after that."""

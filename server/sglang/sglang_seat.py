@@ -379,6 +379,9 @@ def _take_new_tokens(request: TrackedRequest, known: Sequence[int], length: int,
         last: the last token that the model read.
     """
     own = request.output_token_ids
+    if len(own) > length:
+        request.fail("SGLang retracted it, and dropped draft tokens that it had accepted and its processors had seen")
+        return
     own.extend(known[len(own) : length])
     if len(own) == length - 1:
         own.append(last)

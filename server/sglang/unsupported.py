@@ -7,6 +7,8 @@ from typing import Any
 
 _TRUE = ("true", "1", "yes", "y")
 """Values of an environment variable that set it, as in SGLang's `EnvBool`."""
+_FOLLOWED = ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE")
+"""Algorithms whose draft tokens SGLang verifies with `eagle_sample`; NEXTN is EAGLE."""
 
 
 def resolved_arguments(server_args: Any) -> Any:
@@ -65,13 +67,7 @@ def check_configuration(arguments: Any) -> None:
 def skips_processors(arguments: Any) -> bool:
     """Return whether SGLang decodes speculatively in a way that processors cannot follow.
 
-    NGRAM drafts can be followed, except with overlap scheduling, where a step begins before the verdict about the last
-    drafts is known. On a CPU, SGLang turns that off by itself.
-
     Args:
         arguments: those of `resolved_arguments`.
     """
-    algorithm = arguments.speculative_algorithm
-    if algorithm is None:
-        return False
-    return algorithm != "NGRAM" or not (arguments.disable_overlap_schedule or arguments.device == "cpu")
+    return arguments.speculative_algorithm not in (None, *_FOLLOWED)

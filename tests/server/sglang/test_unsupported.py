@@ -80,14 +80,11 @@ def test_server_without_processors_starts_with_any_configuration(make: Any) -> N
 
 
 @pytest.mark.parametrize(
-    ("changed", "expected"),
+    ("algorithm", "expected"),
     [
-        ({"speculative_algorithm": None, "disable_overlap_schedule": False}, False),
-        ({"speculative_algorithm": "NGRAM", "disable_overlap_schedule": True}, False),
-        ({"speculative_algorithm": "NGRAM", "disable_overlap_schedule": False}, True),
-        ({"speculative_algorithm": "NGRAM", "disable_overlap_schedule": False, "device": "cpu"}, False),
-        ({"speculative_algorithm": "EAGLE", "disable_overlap_schedule": True}, True),
+        *((each, False) for each in (None, "NGRAM", "EAGLE", "EAGLE3", "STANDALONE")),
+        *((each, True) for each in ("DFLASH", "FROZEN_KV_MTP", "UNO", "a plugin's")),
     ],
 )
-def test_which_speculation_skips_processors(changed: dict[str, Any], expected: bool) -> None:
-    assert skips_processors(SimpleNamespace(**{"device": "cuda", **changed})) is expected
+def test_which_speculation_skips_processors(algorithm: str | None, expected: bool) -> None:
+    assert skips_processors(SimpleNamespace(speculative_algorithm=algorithm)) is expected
