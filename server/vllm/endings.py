@@ -89,14 +89,14 @@ def send_endings(runner: Any, take_endings: Callable[[], Mapping[str, Ending]], 
 
 def _attach(output: Any, endings: Mapping[str, Ending], fault_token: int) -> Any:
     """Attach endings to the rows whose tokens may be their last, in place of nothing that the client asked for."""
-    rows, carried = output.req_id_to_index, output.prompt_token_id_logprobs_dict
+    rows, existing = output.req_id_to_index, output.prompt_token_id_logprobs_dict
     attached = {}
     for rid, ending in endings.items():
         tensor = ending.to_tensor(output.sampled_token_ids[rows[rid]], fault_token) if rid in rows else None
-        if tensor is not None and (rid not in carried or ending.fault is not None):
+        if tensor is not None and (rid not in existing or ending.fault is not None):
             attached[rid] = tensor
     if attached:
-        output.prompt_token_id_logprobs_dict = {**carried, **attached}
+        output.prompt_token_id_logprobs_dict = {**existing, **attached}
     return output
 
 
