@@ -1,10 +1,12 @@
-"""Limits of the time that a step waits for processors, in an engine whose rows cannot sit a step out.
+"""Limits of the time that a step of another engine than logitship's waits for processors.
 
 A step waits for a late call as long as the allowances of its requests last. Each request has one, and so has each
 tenant: a token bucket of seconds, which fills with a share of the engine's own time, up to a burst. If they are used
-up, the requests of the call end as too slow; the call continues behind the engine, and is dropped when it ends. New
-requests with its class wait for a moment, outside of the batch. So other requests lose a share of their speed, and not
-seconds.
+up, the call continues behind the engine, and its requests sit out until it ends. So other requests lose a share of
+their speed, and not seconds.
+
+In an engine whose rows cannot sit a step out, these requests end as too slow, and the call is dropped when it ends. New
+requests with its class then wait for a moment, outside of the batch.
 
 A tenant's allowance limits the calls of new classes, and of those whose last call was too slow. A step waits without a
 limit if all requests of the last steps belong to the call.
@@ -34,7 +36,7 @@ MIN_SLOW = 0.01
 MIN_START = 0.001
 """Allowance with which the next request of a class starts that was too slow many times."""
 PAUSE = 1.0
-"""Seconds for which no request begins with a class that was too slow: its prompt costs the others a step."""
+"""Seconds for which no request begins with a class for which one has ended: its prompt costs the others a step."""
 MAX_STEP = 1.0
 """Longest time between two steps that counts as the engine's own. Without requests, it waits."""
 MEMORY = 16
@@ -109,7 +111,7 @@ class Allowances(DeferredCalls):
         """Begin the calls of a step that need its logits.
 
         Args:
-            num_requests: requests of the step, with and without processors.
+            num_requests: requests of the step, with and without processors, and those that sit it out.
         """
         self._num_requests = num_requests
         self._num_steps += 1
@@ -144,7 +146,7 @@ class Allowances(DeferredCalls):
             self._starts[name] *= 1.1
             if self._starts[name] >= BURST:
                 del self._starts[name]
-                del self._paused_until[name]
+                self._paused_until.pop(name, None)
 
     def is_paused(self, name: str) -> bool:
         """Return whether new requests with a processor wait, because it was too slow a moment ago."""
@@ -158,7 +160,6 @@ class Allowances(DeferredCalls):
         if len(self._starts) >= _MAX_KNOWN:
             self._starts.clear()
             self._paused_until.clear()
-        self._paused_until[name] = self._clock() + PAUSE
         self._starts[name] = max(MIN_START, self._starts.get(name, BURST) / 4)
 
     def begun(self, group: ProcessorGroup, run: Run) -> None:
@@ -182,13 +183,14 @@ class Allowances(DeferredCalls):
                 self._spend(needed, self._clock() - began)
 
     def too_slow(self, uses: Sequence[ProcessorUse], setting: str) -> ProcessorFault:
-        """Return the fault of a request that a step no longer waits for.
+        """Return the fault of a request that a step no longer waits for. New ones with its processors are paused.
 
         Args:
             uses: the processors of the request.
             setting: the name of the setting of the share.
         """
         use = next((each for each in uses if self.is_busy(each.processor.group_name)), uses[0])
+        self._paused_until[use.processor.group_name] = self._clock() + PAUSE
         bucket = self._bucket(use)
         message = (
             f"processor {use.name} is too slow: steps have waited {bucket.used * 1e3:.0f} ms for this request, "

@@ -10,7 +10,8 @@ Guarantees:
   their requests end: another call would be the second one for the same token.
 * Behind a draft token, a processor is called with a copy of the request's state, which is kept only if the engine
   accepts the token. So for each token of an output, a processor is called exactly once.
-* A step waits for processors as long as their `Allowances` last. Then their requests end.
+* A step waits for processors as long as their `Allowances` last. Then their requests sit out until the calls have
+  ended, if the engine can leave them out of steps. Otherwise they end.
 * Code of requests that runs in this process leaves the random numbers of the engine as they were.
 * Nothing is raised inside of `or_fail`: an exception would stop the engine.
 """
@@ -174,7 +175,7 @@ class RequestRuntime:
         Args:
             logits: [rows, vocab], of any float dtype.
             rows: the requests whose next token the step samples, by row of the logits.
-            num_requests: requests of the step, with and without processors.
+            num_requests: requests of the step, with and without processors, and those that sit it out.
             trees: the draft tokens behind some of these rows, by the same rows.
         """
         self._allowances.begin_apply(num_requests)
@@ -238,6 +239,10 @@ class RequestRuntime:
     def plain_step(self) -> None:
         """Record a step without processors, whose requests may wait for those of other steps."""
         self._allowances.plain_step()
+
+    def is_busy(self, request: TrackedRequest) -> bool:
+        """Return whether a request has to sit out: a call of one of its processors is late, and has not ended."""
+        return request.runs and self._allowances.any_busy(request.uses)
 
     @property
     def begun_rows(self) -> list[int]:
@@ -315,8 +320,15 @@ class RequestRuntime:
                 logits[places] = edited[places].to(logits.dtype)
             for row, fault in self._shipped.take_faults():
                 running[row].fault = fault
-            for row in self._shipped.take_deferred():
-                request = running[row]
+            self._defer({row: running[row] for row in self._shipped.take_deferred()})
+
+    def _defer(self, late: _Rows) -> None:
+        """Let requests sit out whose calls are late, or end them."""
+        deferred = self._seat.defer(late) if late else ()
+        for row, request in late.items():
+            if row in deferred:
+                request.called_at = -1  # their remaining processors are called when they go on
+            else:
                 request.fault = request.fault or self._allowances.too_slow(request.uses, self._share_setting)
 
     def _difference(self, running: dict[int, TrackedRequest]) -> BatchUpdate | None:

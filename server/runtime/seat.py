@@ -12,7 +12,7 @@ An adapter follows the engine's requests and calls `RequestRuntime`, once per st
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -145,5 +145,19 @@ class EngineSeat(Protocol):
         Args:
             logits: [rows, vocab].
             repeated: the requests by row.
+        """
+        ...
+
+    def defer(self, late: Mapping[int, TrackedRequest]) -> Collection[int]:
+        """Let requests sit out, for whose calls the step no longer waits.
+
+        They sample no token in this step, and are left out of the next ones as long as `RequestRuntime.is_busy`. Then
+        the engine computes the same row again, and `apply` edits it.
+
+        Args:
+            late: the requests by row.
+
+        Returns:
+            The rows that sit out. The requests of the others end.
         """
         ...

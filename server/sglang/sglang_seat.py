@@ -15,7 +15,7 @@ Guarantees, beside those of `RequestRuntime`:
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -317,6 +317,10 @@ class SglangSeat:
             self._repeated[row] = request
             logits[row] = -torch.inf
             logits[row, request.record.sampled.token] = 0.0
+
+    def defer(self, late: Mapping[int, TrackedRequest]) -> Collection[int]:
+        """Return no rows: late requests end."""
+        return ()
 
     def _end(self, rows: Rows, ended: EndedRows) -> None:
         """End requests, each once."""

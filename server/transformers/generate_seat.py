@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
@@ -190,6 +190,10 @@ class ShippedLogitsProcessor(LogitsProcessor):
         """See `EngineSeat.repeat`. `generate()` drops no tokens."""
         for request in repeated.values():
             request.fail("generate() samples a token again that its processors were called for")
+
+    def defer(self, late: Mapping[int, TrackedRequest]) -> Collection[int]:
+        """Return no rows: there are no other requests that would wait."""
+        return ()
 
     def close(self) -> None:
         """End the sandboxes."""

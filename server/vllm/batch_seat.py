@@ -9,7 +9,7 @@ Assumptions:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from logitship.server.runtime.tracked_request import INTERNAL_ERROR, TrackedRequ
 
 from .batch_requests import BatchRequests
 from .extra_args import has_processors
+from .row_deferral import RowDeferral
 from .settings import logger
 from .vllm_seat import HOLDS_EMBEDDINGS, VllmSeat
 
@@ -66,14 +67,22 @@ class BatchSeat(VllmSeat):
     Args:
         worker: this process.
         requests: looks up requests in the model runner.
+        deferral: lets rows sit steps out.
         max_length: see `VllmSeat`.
     """
 
     def __init__(
-        self, worker: EngineWorker[GroupRanks], requests: BatchRequests, max_length: int = sys.maxsize
+        self,
+        worker: EngineWorker[GroupRanks],
+        requests: BatchRequests,
+        deferral: RowDeferral,
+        max_length: int = sys.maxsize,
     ) -> None:
         super().__init__(worker, max_length)
         self._runner_requests = requests
+        self._deferral = deferral
+        self._deferred: set[str] = set()
+        """Ids of requests that sit out."""
         self._requests: dict[str, _BatchRequest] = {}
         self._rows: BatchRows[_BatchRequest] = BatchRows(self._add)
 
@@ -89,6 +98,9 @@ class BatchSeat(VllmSeat):
             present = set(self._rows.values())
             absent = [each for each in self._requests.values() if each not in present]
             self._drop([each for each in absent if not self._runner_requests.is_unfinished(each.record)])
+            for rid in [each for each in self._deferred if not self._runtime.is_busy(self._requests[each].tracked)]:
+                self._deferred.remove(rid)
+                self._deferral.resume(rid)
 
     def begin(self) -> None:
         """Begin calls before their logits exist. Optional, after `update_state`."""
@@ -116,7 +128,20 @@ class BatchSeat(VllmSeat):
             return
         with self._runtime.or_fail(rows.values()):
             self._take_new_tokens(sampled)
-        self._run(logits, {row: rows[row] for row in sorted(sampled)}, len(logits))
+        self._run(logits, {row: rows[row] for row in sorted(sampled)}, len(logits) + len(self._deferred))
+
+    def defer(self, late: Mapping[int, TrackedRequest]) -> Collection[int]:
+        """See `EngineSeat.defer`.
+
+        vLLM would not go on forcing the end of a thinking that has reached its budget.
+        """
+        deferred = set()
+        for row, request in late.items():
+            has_budget = getattr(request.record, "thinking_token_budget", None) is not None
+            if not has_budget and self._deferral.defer(row):
+                self._deferred.add(request.rid)
+                deferred.add(row)
+        return deferred
 
     def _take_new_tokens(self, rows: Iterable[int]) -> dict[int, TrackedRequest]:
         """Bring the histories of some rows up to date, and return the rows' requests."""
@@ -161,6 +186,7 @@ class BatchSeat(VllmSeat):
         """Drop finished requests and release their processors."""
         for request in requests:
             del self._requests[request.tracked.rid]
+            self._deferred.discard(request.tracked.rid)
         self._runtime.release([request.tracked for request in requests])
 
 

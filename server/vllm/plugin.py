@@ -15,6 +15,7 @@ from .callers import find_caller
 from .configuration import begins_early, model_view
 from .endings import missing_carrier, send_endings
 from .params_validation import admit
+from .row_deferral import RowDeferral, find_engine_core
 from .settings import VllmSettings, logger
 from .tensor_parallel import TensorParallelRanks
 from .worker_loads import answer_front_ends
@@ -46,7 +47,9 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
         )
         scheduling = "asynchronous" if vllm_config.scheduler_config.async_scheduling else "synchronous"
         logger.info("logitship runs in model runner V1, with %s scheduling", scheduling)
-        self._seat = BatchSeat(worker, BatchRequests(runner), vllm_config.model_config.max_model_len)
+        deferral = RowDeferral(runner, find_engine_core(vllm_config))
+        max_length = vllm_config.model_config.max_model_len
+        self._seat = BatchSeat(worker, BatchRequests(runner), deferral, max_length)
         answer_front_ends(self._seat.must_wait)
         send_endings(runner, self._seat.take_endings, self._seat.fault_token)
         self._begins_early = begins_early(vllm_config)

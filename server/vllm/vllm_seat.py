@@ -10,7 +10,7 @@ Guarantees, beside those of `RequestRuntime`:
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, TypeAlias
@@ -114,7 +114,7 @@ class VllmSeat:
         Args:
             logits: [rows, vocab].
             rows: requests with known histories, by row.
-            num_requests: requests of the step, with and without processors.
+            num_requests: requests of the step, with and without processors, and those that sit it out.
             drafts: draft tokens of some of the rows.
         """
         if self._worker.ranks.is_first:
@@ -214,6 +214,10 @@ class VllmSeat:
         """End requests whose last token vLLM has dropped: it does not say which one it was."""
         for request in repeated.values():
             request.fail("vLLM samples a token again that its processors were called for")
+
+    def defer(self, late: Mapping[int, TrackedRequest]) -> Collection[int]:
+        """Return no rows: late requests end."""
+        return ()
 
     def processors_of(self, request: TrackedRequest) -> Sequence[ProcessorRequest]:
         """See `EngineSeat.processors_of`."""

@@ -38,10 +38,15 @@ class CountedRow:
 
 
 class GivenRun:
-    """A call that was made on its logits when it began."""
+    """A call that was made on a copy of its logits when it began."""
 
-    def __init__(self, outcome: RunOutcome) -> None:
-        self._outcome = outcome
+    def __init__(self, executor: EarlyExecutor, group: LocalGroup, logits: torch.Tensor) -> None:
+        self._executor = executor
+        self._logits = logits
+        self._edited = logits.clone()
+        self._outcome = group.call(self._edited)
+        self._delay = executor.random.choice(executor.delays)
+        executor.unfinished.append(self)
 
     def needs_logits(self) -> bool:
         raise AssertionError("the call was not promised its logits")
@@ -50,15 +55,18 @@ class GivenRun:
         raise AssertionError("the call was not promised its logits")
 
     def wait(self, timeout: float) -> bool:
-        return True
+        self._delay -= 1
+        return self._delay < 0
 
     def lower_priority(self) -> None:
         pass
 
     def defer(self, logits: torch.Tensor) -> None:
-        raise AssertionError("the call has ended")
+        self._logits = logits
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
+        self._logits.copy_(self._edited)
+        self._executor.unfinished.remove(self)
         return self._outcome
 
 
@@ -66,24 +74,13 @@ class EarlyRun(GivenRun):
     """A call that was made when it began, on zeros. What it added to them is added to the logits."""
 
     def __init__(self, executor: EarlyExecutor, group: LocalGroup, num_rows: int) -> None:
-        self._executor = executor
-        self._edited = torch.zeros(num_rows, executor.vocab_size)
-        super().__init__(group.call(self._edited))
-        self._delay = executor.random.choice(executor.delays)
+        super().__init__(executor, group, torch.zeros(num_rows, executor.vocab_size))
         executor.num_early += 1
-        executor.unfinished.append(self)
 
     def needs_logits(self) -> bool:
         return True
 
     def provide(self, logits: torch.Tensor) -> None:
-        self._logits = logits
-
-    def wait(self, timeout: float) -> bool:
-        self._delay -= 1
-        return self._delay < 0
-
-    def defer(self, logits: torch.Tensor) -> None:
         self._logits = logits
 
     def finish(self, collect: CollectEdits | None = None) -> RunOutcome:
@@ -101,7 +98,7 @@ class EarlyGroup:
         self._num_rows = num_rows
 
     def begin(self, logits: torch.Tensor, spent: float = 0.0) -> GivenRun:
-        return GivenRun(self._group.call(logits))
+        return GivenRun(self._executor, self._group, logits)
 
     def promise(self) -> EarlyRun | None:
         is_early = self._executor.random.random() < self._executor.share
@@ -116,9 +113,9 @@ class EarlyExecutor(InProcessExecutor):
 
     Attributes:
         share: the share of calls that begin when they are promised.
-        delays: numbers of times that steps wait for such a call in vain, of which each takes one at random.
+        delays: numbers of times that steps wait for a call in vain, of which each takes one at random.
         num_early: calls that began so.
-        unfinished: those of them that have not finished.
+        unfinished: calls that have not finished.
         attached: rows that are not closed, forks too.
     """
 
@@ -129,7 +126,7 @@ class EarlyExecutor(InProcessExecutor):
         self.share = 1.0
         self.delays = [0]
         self.num_early = 0
-        self.unfinished: list[EarlyRun] = []
+        self.unfinished: list[GivenRun] = []
         self.attached: set[CountedRow] = set()
 
     def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> CountedRow:

@@ -215,11 +215,13 @@ class FakeEngine(ABC):
         draft_tokens: the draft tokens of each step, one behind the other; None: random ones.
         num_accepted: accepted draft tokens.
         begins_early: calls begin before their logits exist.
+        defers: requests whose calls are late sit out.
         internal_error: the reason of a request that ends because of an error of the server.
         fails_alone: an error of the server in a step ends no requests without processors.
     """
 
     begins_early: ClassVar[bool] = True
+    defers: ClassVar[bool] = False
     fails_alone: ClassVar[bool] = True
     internal_error: ClassVar[str] = INTERNAL_ERROR
     vocab_size: ClassVar[int] = VOCAB_SIZE
@@ -404,7 +406,7 @@ class BatchedEngine(PluginEngine):
                 running.append(waiting.pop(0))
                 self.add(running[-1])
             waiting += preempted
-            chosen = [each for each in running if self.random.random() < 0.8]
+            chosen = [each for each in running if self.random.random() < 0.8 and self.may_run(each)]
             self.random.shuffle(chosen)
             plan = {each: self.random.randint(1, max(1, each.missing)) for each in chosen}
             self.begin(plan)
@@ -470,12 +472,12 @@ class BatchedEngine(PluginEngine):
         return {request: [token] for request, token in tokens if request.missing == 0}
 
     def sampled(self, *rows: FakeRequest) -> list[int | None]:
-        """Sample the next tokens of rows and process them; None for a request that ends."""
+        """Sample the next tokens of rows and process them; None for a request that ends, or sits out."""
         with self._logged():
             tokens = self.sample(*rows)
         for request, count in self._append(tokens).items():
             request.take(count)
-        return [None if self.is_failed(each) else each.output[-1] for each in rows]
+        return [None if self.is_failed(each) or each not in tokens else each.output[-1] for each in rows]
 
     def step(self, *rows: FakeRequest) -> list[int | None]:
         """Compute a step of some requests, and return their tokens as `sampled`."""
@@ -496,6 +498,10 @@ class BatchedEngine(PluginEngine):
     @abstractmethod
     def request(self, job: Job) -> FakeRequest:
         """Return a new request."""
+
+    def may_run(self, request: Any) -> bool:
+        """Return whether a running request may take part in the next step."""
+        return True
 
     def add(self, request: Any) -> None:
         """Let a request, new or preempted, be computed from the next step on."""

@@ -66,6 +66,7 @@ class Transformers(PluginEngine):
 class Own(FakeEngine):
     """logitship's own engine on a tiny model. Requests of three tenants wait for each other's calls, or do not."""
 
+    defers = True
     fails_alone = False
     internal_error = failures.INTERNAL_ERROR.message
     vocab_size = 260
@@ -161,5 +162,7 @@ BATCHED: tuple[type[BatchedEngine], ...] = (
 EARLY: tuple[type[BatchedEngine], ...] = (Sglang, VllmV1, VllmV2)
 """One of each seat whose calls begin before their logits exist."""
 DRAFTING: tuple[type[FakeEngine], ...] = (SglangDrafts, VllmV2Drafts, OwnDrafts)
+DEFERRING: tuple[type[BatchedEngine], ...] = (VllmV1, VllmV1Async)
+"""Plugins in engines whose requests can sit steps out. logitship's own engine has other tests."""
 PLUGINS: tuple[type[PluginEngine], ...] = (*BATCHED, Transformers)
 ENGINES: tuple[type[FakeEngine], ...] = (*PLUGINS, Own, OwnDrafts)

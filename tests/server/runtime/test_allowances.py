@@ -129,12 +129,14 @@ def test_tenants_with_a_full_allowance_are_dropped(monkeypatch: pytest.MonkeyPat
     assert steps.allowances._tenants["slow"].left < BURST / 2
 
 
-def test_new_requests_of_a_class_that_was_too_slow_wait_for_a_moment() -> None:
+def test_new_requests_wait_for_a_moment_when_one_with_the_same_class_has_ended() -> None:
     steps, slow, other = Steps(), FakeGroup("a"), FakeGroup("b", name="sha256:b")
     name = slow.processor.group_name
     assert steps.call(other, 0.01)
     assert not steps.allowances.is_paused(name)
     assert not steps.call(slow, 5.0)
+    assert not steps.allowances.is_paused(name)
+    steps.allowances.too_slow(slow.members, "LOGITSHIP_VLLM_STEP_SHARE")
     assert steps.allowances.is_paused(name)
     assert not steps.allowances.is_paused(other.processor.group_name)
     steps.clock.now += PAUSE

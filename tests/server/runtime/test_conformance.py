@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,6 +18,7 @@ from logitship.sampler.processors.executor import RunOutcome
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
 from logitship.server.runtime import allowances
 from logitship.server.runtime.request_runtime import RequestRuntime
+from logitship.server.vllm.batch_requests import BatchRequests
 from tests.helpers.processors import CHECKS_HISTORY, shipped, shipped_by_row
 from tests.helpers.random_cases import random_seeds
 from tests.server.sglang.fake_sglang import Sglang, SglangDrafts
@@ -24,7 +26,7 @@ from tests.server.vllm.fake_vllm import Vllm, VllmV2Drafts
 
 from .early_executor import EarlyExecutor, EarlyRun
 from .fake_engine import CHOICE, FOLLOWS, BatchedEngine, FakeEngine, FakeGroup, FakeRequest, Job, PluginEngine
-from .fake_engines import BATCHED, DRAFTING, EARLY, ENGINES, PLUGINS, Own
+from .fake_engines import BATCHED, DEFERRING, DRAFTING, EARLY, ENGINES, PLUGINS, Own
 
 Test = TypeVar("Test", bound=Callable[..., None])
 
@@ -66,8 +68,8 @@ def test_histories_are_exact_in_every_schedule(seed: int, engine: type[FakeEngin
     executor = EarlyExecutor(engine.vocab_size)
     executor.share = share
     is_plugin = issubclass(engine, PluginEngine)
-    if not is_plugin:
-        executor.delays = [0, 0, 1, 2, 6]  # some calls are deferred; a step of a plugin would end their requests
+    if engine.defers:
+        executor.delays = [0, 0, 1, 2, 6]  # others would end the requests of late calls
     fake, jobs = engine(executor), random_jobs(seed, 24 if is_plugin else 12)
     assert fake.run(seed, *jobs) == {job.rid: fake.expected(job) for job in jobs}
     assert fake.ends.keys() == {job.rid for job in jobs if job.fails_at is not None}
@@ -80,6 +82,7 @@ def test_histories_are_exact_in_every_schedule(seed: int, engine: type[FakeEngin
         assert {rid: fake.sent_steps[rid, length] for rid, length in lengths.items()} == lengths
     assert not fake.held
     assert bool(executor.num_early) == (share > 0 and fake.begins_early)
+    assert not isinstance(fake, PluginEngine) or bool(fake.runtime._allowances.num_deferred) == fake.defers
     assert not executor.unfinished
     assert not executor.attached
     assert bool(fake.num_accepted) == (engine in DRAFTING)
@@ -195,7 +198,7 @@ SLEEPS = shipped("Sleeps", "import time; time.sleep(6.0); return logits + 0.0")
 
 
 @pytest.mark.slow
-@on(BATCHED)
+@on(tuple(engine for engine in BATCHED if not engine.defers))
 def test_slow_request_ends_and_others_continue(engine: type[PluginEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second may find the processor busy with a call of the first."""
     monkeypatch.setattr(allowances, "BURST", 1.0)  # a fast call takes less on a busy machine, too
@@ -208,6 +211,27 @@ def test_slow_request_ends_and_others_continue(engine: type[PluginEngine], monke
     assert outputs == {job.rid: job.expected for job in [*plain, fast]} | {"slow 0": [], "slow 1": []}
     assert fake.ends.keys() == {"slow 0", "slow 1"}
     assert all("processor Sleeps is too slow: steps have waited" in message for message in fake.ends.values())
+    assert not fake.held
+    fake.processors.close()
+
+
+@pytest.mark.slow
+@on(DEFERRING)
+def test_slow_request_sits_out_until_its_sandbox_ends(
+    engine: type[PluginEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first call in a sandbox may take 10 s, the next one 1 s."""
+    monkeypatch.setattr(allowances, "BURST", 1.0)
+    monkeypatch.setattr(allowances, "MIN_NEW", 1.0)
+    fake = engine(processor_isolation="sandbox")
+    plain = [Job(f"plain {number}", first=None, tokens=20) for number in range(3)]
+    slow, fast = Job("slow", source=SLEEPS), Job("fast", first=20)
+    outputs = fake.run(0, *plain, slow, fast)
+    assert outputs == {job.rid: job.expected for job in [*plain, fast]} | {"slow": [CHOICE]}
+    assert fake.ends.keys() == {"slow"}
+    assert "processor Sleeps" in fake.ends["slow"]
+    assert "too slow: steps have waited" not in fake.ends["slow"]
+    assert fake.runtime._allowances.num_deferred == 2
     assert not fake.held
     fake.processors.close()
 
@@ -372,3 +396,109 @@ def test_error_of_the_server_ends_begun_calls(
     fake.end()
     assert not executor.unfinished
     assert executor.num_early == 1
+
+
+def start_late(engine: type[BatchedEngine], *jobs: Job) -> tuple[EarlyExecutor, BatchedEngine, list[FakeRequest]]:
+    """Return an engine whose calls do not end, with requests in its batch and one without a processor."""
+    executor, fake, requests = start(engine, *jobs, Job("plain", first=None, tokens=40))
+    executor.delays = [math.inf]
+    return executor, fake, requests
+
+
+def end_calls(executor: EarlyExecutor) -> None:
+    """Let all calls end, from now on."""
+    executor.delays = [0]
+    for run in executor.unfinished:
+        run._delay = 0
+
+
+@on(DEFERRING)
+def test_late_request_sits_out_and_goes_on(engine: type[BatchedEngine]) -> None:
+    """The other gets a token in each step."""
+    executor, fake, (a, plain) = start_late(engine, A)
+    assert fake.step(a, plain) == [None, CHOICE]
+    assert not fake.may_run(a)
+    for _ in range(9):
+        assert fake.step(plain) == [CHOICE]
+    end_calls(executor)
+    assert not fake.may_run(a)
+    assert fake.step(plain) == [CHOICE]
+    assert fake.may_run(a)
+    assert [fake.step(a, plain) for _ in range(3)] == [[2, CHOICE], [3, CHOICE], [4, CHOICE]]
+    fake.finish(a)
+    fake.end()
+    assert fake.receipts == {"a": 3}
+    assert not fake.ends
+
+
+@on(DEFERRING)
+def test_requests_with_a_busy_class_sit_out(engine: type[BatchedEngine]) -> None:
+    """The processor of the second is called once the call for the first has ended."""
+    executor, fake, (a, b, plain) = start_late(engine, A, B)
+    assert fake.step(a, plain) == [None, CHOICE]
+    assert fake.step(b, plain) == [None, CHOICE]
+    assert len(executor.unfinished) == 1
+    assert not fake.may_run(b)
+    end_calls(executor)
+    fake.step(plain)
+    assert fake.step(a, b, plain) == [2, 20, CHOICE]
+
+
+@on(DEFERRING)
+def test_preempted_request_sits_out_again(engine: type[BatchedEngine]) -> None:
+    executor, fake, (a, plain) = start_late(engine, A)
+    assert fake.step(a, plain) == [None, CHOICE]
+    fake._preempt(a)
+    assert fake.may_run(a)
+    assert fake.step(a, plain) == [None, CHOICE]
+    assert not fake.may_run(a)
+    assert len(executor.unfinished) == 1
+    end_calls(executor)
+    fake.step(plain)
+    assert fake.step(a, plain) == [2, CHOICE]
+
+
+@on(DEFERRING)
+def test_request_that_ends_while_it_sits_out_is_released(engine: type[BatchedEngine]) -> None:
+    """Its call goes on. The next request of the class waits for it."""
+    executor, fake, (a, plain) = start_late(engine, A)
+    assert fake.step(a, plain) == [None, CHOICE]
+    fake.finish(a)
+    fake.step(plain)
+    assert not executor.attached
+    assert not fake.held
+    b = fake.start(B)
+    assert fake.step(b, plain) == [None, CHOICE]
+    end_calls(executor)
+    fake.step(plain)
+    assert fake.step(b, plain) == [20, CHOICE]
+    assert not executor.unfinished
+
+
+@on(DEFERRING)
+def test_call_that_fails_while_its_request_sits_out_ends_it(engine: type[BatchedEngine]) -> None:
+    executor, fake, (a, plain) = start_late(engine, Job("a", fails_at=0))
+    assert fake.step(a, plain) == [None, CHOICE]
+    assert not fake.ends
+    end_calls(executor)
+    fake.step(plain)
+    assert fake.step(a, plain) == [None, CHOICE]
+    assert "processor ChecksHistory raised RuntimeError: requested" in fake.ends["a"]
+
+
+@on(DEFERRING)
+def test_error_of_the_server_ends_requests_that_sit_out(
+    engine: type[BatchedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, fake, (a, plain) = start_late(engine, A)
+    assert fake.step(a, plain) == [None, CHOICE]
+    with monkeypatch.context() as patch:
+        patch.setattr(BatchRequests, "is_unfinished", lambda *_: 1 / 0)
+        fake.step(plain)
+    fake.step(plain)
+    assert fake.step(a, plain) == [None, CHOICE]
+    assert fake.internal_error in fake.ends["a"]
+    end_calls(executor)
+    fake.finish(a)
+    fake.end()
+    assert not executor.attached

@@ -15,6 +15,7 @@ import torch
 from logitship.server.runtime.seat import EngineWorker
 from logitship.server.vllm.batch_requests import BatchRequests
 from logitship.server.vllm.batch_seat import BatchSeat
+from logitship.server.vllm.row_deferral import RowDeferral
 from logitship.server.vllm.settings import VllmSettings, logger
 from logitship.server.vllm.slot_seat import SlotSeat
 from logitship.server.vllm.vllm_seat import VllmSeat
@@ -96,6 +97,46 @@ class Record(FakeRequest):
         return self.computed - self.scheduled
 
 
+@dataclass(eq=False)
+class SchedulerRequest:
+    """Fake of the scheduler's `Request`.
+
+    Attributes:
+        record: the model runner's record.
+        num_output_placeholders: tokens in flight, of which one is of this step.
+        next_decode_eligible_step: first step that may compute it, if it has not been preempted.
+    """
+
+    record: Record
+    num_output_placeholders: int = 0
+    next_decode_eligible_step: int = 0
+
+    @property
+    def num_computed_tokens(self) -> int:
+        return self.record.computed
+
+    @num_computed_tokens.setter
+    def num_computed_tokens(self, number: int) -> None:
+        assert number == self.record.computed - 1
+        assert self.record.missing == 0
+        self.record.computed = number
+
+
+class Scheduler:
+    """Fake of vLLM's class of this name."""
+
+    __module__ = "vllm.v1.core.sched.scheduler"
+
+    def __init__(self) -> None:
+        self.requests: dict[str, SchedulerRequest] = {}
+        self.kv_cache_config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=FullAttentionSpec())])
+        self.connector = self.ec_connector = self.aux_output_connector = self.lora_config = None
+
+
+class FullAttentionSpec:
+    """Fake of vLLM's class of this name."""
+
+
 class Vllm(BatchedEngine):
     """A model runner of vLLM.
 
@@ -123,26 +164,45 @@ class Vllm(BatchedEngine):
 
 
 class VllmV1(Vllm):
-    """vLLM's model runner V1, whose rows stay in place, and move into gaps."""
+    """vLLM's model runner V1, whose rows stay in place, and move into gaps.
 
+    Attributes:
+        scheduler: the scheduler, in the same process. This class is its own `EngineCore`.
+    """
+
+    defers = True
     seat: BatchSeat
 
     def _start(self, worker: EngineWorker[Any]) -> None:
         self.requests: dict[str, Record] = {}
         self.rows: list[Record] = []
-        self.input_batch = SimpleNamespace(req_ids=[], req_output_token_ids=[])
+        self.scheduler = Scheduler()
+        self.num_prompt_logprobs: dict[str, int] = {}
+        self.input_batch = SimpleNamespace(req_ids=[], req_output_token_ids=[], generators={})
         self.discard_request_mask = SimpleNamespace(np=np.zeros(MAX_ROWS, dtype=bool))
-        self.seat = BatchSeat(worker, BatchRequests(self))
+        self.seat = BatchSeat(worker, BatchRequests(self), RowDeferral(self, self))
 
     def request(self, job: Job) -> Record:
         return Record(job, params_of(job), prompt_token_ids=[7] * job.prompt)
 
     def add(self, request: Record) -> None:
-        self.requests[request.rid] = request
+        if self.requests.get(request.rid) is not request:
+            self.requests[request.rid] = request
+            self.scheduler.requests[request.rid] = SchedulerRequest(request)
+
+    def may_run(self, request: Record) -> bool:
+        """Return False for a request that sits out. When it has been preempted, vLLM begins to compute it again."""
+        return not request.computed or not self.scheduler.requests[request.rid].next_decode_eligible_step
 
     def finish(self, request: Record) -> None:
         if self.requests.get(request.rid) is request:
             del self.requests[request.rid]
+            del self.scheduler.requests[request.rid]
+
+    def end(self) -> None:
+        super().end()
+        while self.runtime._allowances:  # calls of requests that have ended
+            self.runtime.begin_step()
 
     def _begin(self, plan: Mapping[Record, int]) -> None:
         for record, count in plan.items():
@@ -193,6 +253,8 @@ class VllmV1(Vllm):
         ordered = torch.zeros(len(self.rows), VOCAB_SIZE)
         ordered[order] = logits
         self.seat.apply(ordered)
+        for row, record in enumerate(self.rows):
+            assert self.discard_request_mask.np[row] == (record not in rows or record.missing > 0)
         logits[:] = ordered[order]
 
     def commit(self, request: FakeRequest, tokens: list[int]) -> None:

@@ -111,7 +111,10 @@ class GPUModelRunner(WorkerBase):
         scheduler_config = SimpleNamespace(max_num_seqs=4, async_scheduling=settings.get("async_scheduling", True))
         encoders = settings.get("ec_transfer_config")
         config = SimpleNamespace(
-            model_config=model_config, scheduler_config=scheduler_config, ec_transfer_config=encoders
+            model_config=model_config,
+            scheduler_config=scheduler_config,
+            parallel_config=SimpleNamespace(distributed_executor_backend="uni"),
+            ec_transfer_config=encoders,
         )
         return plugin.LogitshipLogitsProcessor(config, torch.device("cpu"), False)
 
