@@ -124,7 +124,7 @@ class EarlyExecutor(InProcessExecutor):
         self.vocab_size = vocab_size
         self.random = random.Random(0)
         self.share = 1.0
-        self.delays = [0]
+        self.delays: list[float] = [0]
         self.num_early = 0
         self.unfinished: list[GivenRun] = []
         self.attached: set[CountedRow] = set()

@@ -26,7 +26,7 @@ def start_late() -> tuple[VllmV1, Record, Record]:
 
 
 def test_token_of_the_step_is_taken_back() -> None:
-    """Of the generator of random numbers, another one than the request's is used for the discarded token."""
+    """The request's generator of random numbers is not used for it."""
     fake, late, plain = start_late()
     fake.begin({late: 3, plain: 3})
     row = fake.rows.index(late)
