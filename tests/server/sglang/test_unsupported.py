@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from logitship.server.sglang.hooks import make_front_end, make_steps
+from logitship.server.sglang.hooks import make_front_end, make_steps, needs_verdict
 from logitship.server.sglang.unsupported import check_configuration, skips_processors
 
 
@@ -88,3 +88,23 @@ def test_server_without_processors_starts_with_any_configuration(make: Any) -> N
 )
 def test_which_speculation_skips_processors(algorithm: str | None, expected: bool) -> None:
     assert skips_processors(SimpleNamespace(speculative_algorithm=algorithm)) is expected
+
+
+@pytest.mark.parametrize(
+    ("has_processors", "num_pending", "is_disabled", "expected"),
+    [
+        (True, 1, False, True),
+        (True, 0, False, False),
+        (False, 1, False, False),
+        (False, 1, True, True),
+        (None, 1, False, False),
+    ],
+)
+def test_step_with_processors_begins_after_the_verdict_about_the_last_drafts(
+    has_processors: bool | None, num_pending: int, is_disabled: bool, expected: bool
+) -> None:
+    """None: SGLang has nothing to compute."""
+    info = SimpleNamespace(has_custom_logit_processor=has_processors)
+    batch = None if has_processors is None else SimpleNamespace(sampling_info=info)
+    scheduler = SimpleNamespace(result_queue=[object()] * num_pending)
+    assert needs_verdict(lambda *_: is_disabled, scheduler, batch, None) is expected
