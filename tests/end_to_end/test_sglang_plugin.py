@@ -574,8 +574,8 @@ def test_receipts_on_openai_routes(openai_client: openai.OpenAI, route: str) -> 
     if route == "responses":
         whole = send(openai_client, route, stream=False, **processor)
         *_, last = send(openai_client, route, stream=True, **processor)
-        assert counted_steps(whole.model_extra["receipts"]) == 6
-        assert counted_steps(last.response.model_extra["receipts"]) == 6
+        for response in (whole, last.response):
+            assert counted_steps(response.model_extra["receipts"]) == response.usage.output_tokens > 0
         return
     answer = send(openai_client, route, stream=False, n=2, **processor)
     assert [counted_steps(choice.model_extra["receipts"]) for choice in answer.choices] == [6, 6]

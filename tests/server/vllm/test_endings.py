@@ -76,7 +76,7 @@ def test_faults_are_attached_to_rows_that_end(is_async: bool) -> None:
 def test_receipts_are_attached_to_outputs_that_may_be_the_last(
     ends_at: set[int] | None, steps: dict[str, list[int]], is_async: bool
 ) -> None:
-    """Those behind draft tokens that were rejected are left out; an output without tokens may have nothing attached."""
+    """Receipts behind rejected draft tokens are left out; an output without tokens may have nothing attached."""
     ending = Ending(None, receipts(1, 2, 3), None if ends_at is None else frozenset(ends_at))
     attached = decoded(sent(dict.fromkeys("abcd", ending), is_async=is_async))
     assert {rid: [each["steps"] for (each,) in one["receipts"]] for rid, one in attached.items()} == steps
