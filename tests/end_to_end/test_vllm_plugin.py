@@ -213,6 +213,7 @@ def vllm_serve(request: pytest.FixtureRequest, paths: Sequence[Path] = ()) -> It
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR": "1",
+        "LOGITSHIP_VLLM_STEP_SHARE": "100",  # no request is too slow because the machine is
     }
     server = Server(command, environment, "Application startup complete", ["asynchronous" if paths else "synchronous"])
     try:
@@ -564,13 +565,14 @@ def test_metrics(served: tuple[str, Server], client: Client) -> None:
     names = ("CountsCalls", "FailsAtThird") if served[1].scheduling else ("other", "other")
     if served[1].scheduling:
         assert grown("processor_rows_total", processor="CountsCalls", origin="shipped") == TOKENS
-    assert grown("processor_call_duration_seconds_count", origin="shipped") == TOKENS + 3
-    assert grown("processor_calls_total", origin="shipped") == TOKENS + 3
+    for name in ("processor_call_duration_seconds_count", "processor_calls_total"):  # others may end late calls meanwhile
+        assert sum(grown(name, processor=each, origin="shipped") for each in {*names}) == TOKENS + 3
     assert grown("processor_faults_total", processor=names[1], origin="shipped", kind="exception") == 1
     assert grown("processor_load_duration_seconds_count") == 2
     assert grown("tenant_step_seconds_total", tenant=tenant_of(KEYS[0])) > 0
-    assert grown("sandboxes_started_total") >= 1
-    assert read_metrics(served[0], KEYS[0])("sandboxes") >= 1
+    now = read_metrics(served[0], KEYS[0])
+    assert now("sandboxes_started_total") >= 1
+    assert now("sandboxes") >= 1
     if served[1].scheduling:
         line = rf"request \S+ ends \(tenant {tenant_of(KEYS[0])}, processor sha256:\w+\): .*FailsAtThird"
         assert re.search(line, "".join(served[1].log))
