@@ -17,11 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -170,13 +171,17 @@ def logitship_serve(request: pytest.FixtureRequest) -> Iterator[tuple[str, Serve
 
 
 @contextmanager
-def vllm_serve(request: pytest.FixtureRequest, paths: Sequence[Path] = ()) -> Iterator[tuple[str, Server]]:
+def vllm_serve(
+    request: pytest.FixtureRequest, *, is_async: bool = False, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[str, Server]]:
     """Run vLLM.
 
     Args:
         request: gives access to fixtures.
-        paths: additional folders that its processes import from.
+        is_async: schedule asynchronously.
+        variables: environment variables.
     """
+    paths = [Path(__file__).with_name("vllm_async")] * is_async
     vllm: Path = request.getfixturevalue("vllm_environment")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -192,8 +197,10 @@ def vllm_serve(request: pytest.FixtureRequest, paths: Sequence[Path] = ()) -> It
         "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR": "1",
+        **variables,
     }
-    server = Server(command, environment, "Application startup complete", ["asynchronous" if paths else "synchronous"])
+    scheduling = ["asynchronous" if is_async else "synchronous"]
+    server = Server(command, environment, "Application startup complete", scheduling)
     try:
         server.wait_until_ready()
         yield f"http://127.0.0.1:{port}", server
@@ -204,7 +211,7 @@ def vllm_serve(request: pytest.FixtureRequest, paths: Sequence[Path] = ()) -> It
 SERVERS: dict[str, Callable[[pytest.FixtureRequest], AbstractContextManager[tuple[str, Server]]]] = {
     "logitship": logitship_serve,
     "vllm": vllm_serve,
-    "vllm_async": partial(vllm_serve, paths=[Path(__file__).with_name("vllm_async")]),
+    "vllm_async": partial(vllm_serve, is_async=True),
 }
 
 
