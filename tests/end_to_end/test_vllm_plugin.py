@@ -17,11 +17,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import httpx
@@ -191,13 +192,17 @@ def logitship_serve(request: pytest.FixtureRequest) -> Iterator[tuple[str, Serve
 
 
 @contextmanager
-def vllm_serve(request: pytest.FixtureRequest, paths: Sequence[Path] = ()) -> Iterator[tuple[str, Server]]:
+def vllm_serve(
+    request: pytest.FixtureRequest, *, is_async: bool = False, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[tuple[str, Server]]:
     """Run vLLM.
 
     Args:
         request: gives access to fixtures.
-        paths: additional folders that its processes import from.
+        is_async: schedule asynchronously.
+        variables: environment variables.
     """
+    paths = [Path(__file__).with_name("vllm_async")] * is_async
     vllm: Path = request.getfixturevalue("vllm_environment")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -214,8 +219,10 @@ def vllm_serve(request: pytest.FixtureRequest, paths: Sequence[Path] = ()) -> It
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR": "1",
         "LOGITSHIP_VLLM_STEP_SHARE": "100",  # no request is too slow because the machine is
+        **variables,
     }
-    server = Server(command, environment, "Application startup complete", ["asynchronous" if paths else "synchronous"])
+    scheduling = ["asynchronous" if is_async else "synchronous"]
+    server = Server(command, environment, "Application startup complete", scheduling)
     try:
         server.wait_until_ready()
         yield f"http://127.0.0.1:{port}", server
@@ -226,7 +233,7 @@ def vllm_serve(request: pytest.FixtureRequest, paths: Sequence[Path] = ()) -> It
 SERVERS: dict[str, Callable[[pytest.FixtureRequest], AbstractContextManager[tuple[str, Server]]]] = {
     "logitship": logitship_serve,
     "vllm": vllm_serve,
-    "vllm_async": partial(vllm_serve, paths=[Path(__file__).with_name("vllm_async")]),
+    "vllm_async": partial(vllm_serve, is_async=True),
 }
 
 
@@ -565,7 +572,10 @@ def test_metrics(served: tuple[str, Server], client: Client) -> None:
     names = ("CountsCalls", "FailsAtThird") if served[1].scheduling else ("other", "other")
     if served[1].scheduling:
         assert grown("processor_rows_total", processor="CountsCalls", origin="shipped") == TOKENS
-    for name in ("processor_call_duration_seconds_count", "processor_calls_total"):  # others may end late calls meanwhile
+    for name in (
+        "processor_call_duration_seconds_count",
+        "processor_calls_total",
+    ):  # others may end late calls meanwhile
         assert sum(grown(name, processor=each, origin="shipped") for each in {*names}) == TOKENS + 3
     assert grown("processor_faults_total", processor=names[1], origin="shipped", kind="exception") == 1
     assert grown("processor_load_duration_seconds_count") == 2
