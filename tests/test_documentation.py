@@ -84,7 +84,7 @@ NOT_RUN = {
         SGLANG_SERVE,
         "logitship doctor sglang http://localhost:30000",
         "python3 -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --enable-custom-logit-processor \\\n"
-        "  --speculative-algorithm NGRAM --disable-overlap-schedule",
+        "  --speculative-algorithm NGRAM",
     ],
     "vllm.md": [VLLM_SERVE],
     "CONTRIBUTING.md": [
