@@ -93,6 +93,8 @@ class BatchSeat(VllmSeat):
             return
         with self._runtime.or_fail(each.tracked for each in self._requests.values()):
             self._runtime.begin_step()
+        # Also if that failed: faults of earlier rows would end the requests that have these rows now.
+        with self._runtime.or_fail(each.tracked for each in self._requests.values()):
             if update is not None:
                 self._rows.update(_converted(update))
             present = set(self._rows.values())

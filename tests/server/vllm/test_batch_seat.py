@@ -10,7 +10,7 @@ import torch
 
 from logitship.server.vllm.batch_requests import BatchRequests
 from tests.server.runtime.early_executor import EarlyExecutor
-from tests.server.runtime.fake_engine import FAULT_TOKEN, VOCAB_SIZE, FakeGroup, Job
+from tests.server.runtime.fake_engine import CHOICE, FAULT_TOKEN, VOCAB_SIZE, FakeGroup, Job
 
 from .fake_vllm import Record, VllmV1, VllmV1Async
 
@@ -121,6 +121,21 @@ def test_untrackable_request_ends_and_others_run(
         assert fake.run(seed, Job("broken"), *jobs) == {"broken": []} | {job.rid: job.expected for job in jobs}
         assert "(unknown) ends" in fake.ends["(unknown)"]
     assert "LookupError: a bug" in caplog.text
+
+
+def test_rows_change_in_a_step_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain request has the row of one that ends with the plugin's error."""
+    fake = VllmV1()
+    failing = fake.start(Job("failing"))
+    fake.step(failing)
+    with monkeypatch.context() as patch:
+        patch.setattr(fake.runtime, "begin_step", fail)
+        assert fake.step(fake.start(Job("plain", None))) == [CHOICE]
+    assert fake.step(failing) == [None]
+
+
+def fail() -> None:
+    raise RuntimeError("a bug")
 
 
 @pytest.mark.parametrize("begins_early", [False, True])
