@@ -10,6 +10,21 @@ import torch
 
 from logitship import CustomLogitProcessor
 
+FIRST = 1000
+"""First of the tokens that are forced."""
+TABLE = torch.arange(20_000)
+"""Large enough to be uploaded as an artifact."""
+
+
+class ForcesFromTable(CustomLogitProcessor):
+    """Forces the tokens from FIRST on, out of an artifact."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
+        for row, params in enumerate(custom_param_list or ()):
+            logits[row] = -float("inf")
+            logits[row, TABLE[FIRST + len(params["__req__"].output_ids)]] = 0.0
+        return logits
+
 
 class CountsCalls(CustomLogitProcessor):
     """Forces token `first` + n in the n-th call for a sequence, and checks that its output is the n tokens before."""

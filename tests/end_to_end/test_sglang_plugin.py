@@ -44,7 +44,7 @@ from logitship.server.doctor import run_doctor_command
 from logitship.server.tokenizer import Tokenizer
 from tests.helpers.metrics import growth, read_metrics, settled_metrics
 
-from .history_processors import CountsCalls, HashesHistory, history_token
+from .history_processors import FIRST, CountsCalls, ForcesFromTable, HashesHistory, history_token
 from .sglang_escapes import ESCAPES, PREVENTED, escaping
 from .sglang_faults import FAULTS, faulty
 from .sglang_server import SglangServer, add_distribution, sglang_serve
@@ -58,7 +58,6 @@ PROMPT = "The quick brown fox"
 LONG_PROMPT = "one two three four five six seven eight nine ten " * 4
 """More tokens than are prefilled at once."""
 TOKENS = 12
-FIRST = 1000
 VOCAB_SIZE = 202_048
 """SGLang's thinking budgets name tokens up to 200,010."""
 THINKING = {
@@ -105,20 +104,6 @@ class WaitsInItsParams(CustomLogitProcessor):
             forced = params["token_id"] if is_first else params["__req__"].output_ids[-1] + 1
             logits[row] = -float("inf")
             logits[row, forced] = 0.0
-        return logits
-
-
-TABLE = torch.arange(20_000)
-"""Large enough to be uploaded as an artifact."""
-
-
-class ForcesFromTable(CustomLogitProcessor):
-    """Forces the tokens from FIRST on."""
-
-    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        for row, params in enumerate(custom_param_list or ()):
-            logits[row] = -float("inf")
-            logits[row, TABLE[FIRST + len(params["__req__"].output_ids)]] = 0.0
         return logits
 
 

@@ -43,7 +43,7 @@ from logitship.server.api_keys import tenant_of
 from logitship.server.model.default_model import default_model_folder
 from tests.helpers.metrics import growth, read_metrics, settled_metrics
 
-from .history_processors import CountsCalls, HashesHistory, history_token
+from .history_processors import FIRST, CountsCalls, ForcesFromTable, HashesHistory, history_token
 from .sglang_server import add_distribution
 
 pytestmark = pytest.mark.timeout(1500)  # vLLM is installed on first use
@@ -62,7 +62,6 @@ In the greedy answers that are compared here, the log-probabilities of the two m
 KEYS = ["first-key", "second-key"]
 """API keys, each of which is a tenant."""
 TOKENS = 12
-FIRST = 1000
 
 
 class FailsAtThird(CustomLogitProcessor):
@@ -105,20 +104,6 @@ class CannotBeMade(CustomLogitProcessor):
         raise RuntimeError("no instance of this")
 
     def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        return logits
-
-
-TABLE = torch.arange(20_000)
-"""Large enough to be uploaded as an artifact."""
-
-
-class ForcesFromTable(CustomLogitProcessor):
-    """Forces the tokens from FIRST on."""
-
-    def __call__(self, logits: torch.Tensor, custom_param_list: list[dict[str, Any]] | None = None) -> torch.Tensor:
-        for row, params in enumerate(custom_param_list or ()):
-            logits[row] = -float("inf")
-            logits[row, TABLE[FIRST + len(params["__req__"].output_ids)]] = 0.0
         return logits
 
 
