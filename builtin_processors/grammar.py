@@ -35,6 +35,8 @@ _log = logging.getLogger(__name__)
 _MAX_SECONDS = 0.03
 """CPU time limit for a mask. llguidance limits most work per step, but not that on an ambiguous grammar such as
 `root ::= root root | "a"`, which grows with the square of the text's length."""
+_MAX_TOO_SLOW = 3
+"""Masks of a sequence over that limit, with which it ends: a busy machine may delay one of any grammar."""
 _SLOW_SECONDS = 0.002
 """CPU time of a mask that is not looked at ahead of its step. Most take 0.01 to 0.5 ms."""
 _MAX_SLOW = 3
@@ -326,11 +328,12 @@ class GrammarProcessor(BuiltinProcessor):
         # Without new masks, nothing is learned of their speed.
         seconds = self._fill(words, [(cursors[row].matcher, row) for row in new]) if new else {}
         for row in new:
-            is_too_slow = row in seconds and seconds[row] > _MAX_SECONDS
             cursors[row].num_slow += row in seconds and seconds[row] > _SLOW_SECONDS
+            cursors[row].num_too_slow += row in seconds and seconds[row] > _MAX_SECONDS
+            is_too_slow = cursors[row].num_too_slow >= _MAX_TOO_SLOW
             # Otherwise llguidance would end the text here, which would then not match its grammar.
             if cursors[row].matcher.is_error() or is_too_slow:
-                reason = "a mask takes too long" if is_too_slow else cursors[row].matcher.get_error()
+                reason = "its masks take too long" if is_too_slow else cursors[row].matcher.get_error()
                 _log.warning("a grammar became too complex to continue: %s", reason)
                 words[row] = 0
                 self._num_failures += 1

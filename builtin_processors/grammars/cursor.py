@@ -26,6 +26,7 @@ class GrammarCursor:
     Attributes:
         matcher: the matcher at the end of the output.
         num_slow: masks that took long to compute, counted by the caller.
+        num_too_slow: masks over its limit, counted by the caller.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class GrammarCursor:
     ) -> None:
         self.matcher = matcher.deep_copy()
         self.num_slow = 0
+        self.num_too_slow = 0
         self._eos_token_ids = eos_token_ids
         self._after = after
         self._tokens: list[int] = []

@@ -166,13 +166,14 @@ def test_slow_masks_end_the_row(
         return [int(each.isfinite().sum()) for each in processor(torch.zeros(num_rows, VOCAB_SIZE), rows)]
 
     monkeypatch.setattr(grammar_module, "_MAX_SECONDS", -1.0)
-    if num_rows > 1:
+    # A mask may be slow because the machine is: two are no failure. Every other step computes several in parallel.
+    for _ in range(2 if num_rows == 1 else 5):
         assert num_allowed() == [2] * num_rows  # "a" and the end
         for row in rows:
             row["__req__"].output_ids.append(token)
     with caplog.at_level(logging.WARNING):
         assert num_allowed() == [0] * num_rows
-    assert "a grammar became too complex to continue: a mask takes too long" in caplog.text
+    assert "a grammar became too complex to continue: its masks take too long" in caplog.text
     assert num_allowed() == [0] * num_rows
     assert processor.stats() == (0, 0, num_rows)
 
