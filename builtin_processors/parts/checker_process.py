@@ -130,9 +130,9 @@ class CheckerProcess:
             self._timer.start()
 
     def _stop_timer(self) -> None:
+        self._timer = None  # first: once it is cancelled, its thread may end
         if self._cancel_timer is not None:
             self._cancel_timer()
-        self._timer = None
 
     def _running(self) -> subprocess.Popen[str]:
         """Return the process; start it if necessary."""
