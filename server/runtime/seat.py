@@ -26,8 +26,9 @@ from logitship.server.processors.params_checker import ParamsChecker
 from logitship.server.requests.messages import ProcessorRequest
 
 from .audit_log import AuditLog
-from .plugin_processors import PluginProcessors, for_execution
+from .plugin_processors import PluginProcessors
 from .plugin_settings import PluginSettings
+from .plugin_setup import for_execution
 from .tracked_request import TrackedRequest
 
 

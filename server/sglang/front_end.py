@@ -16,7 +16,8 @@ from logitship.client.serialization.processor_string import InstalledProcessor, 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.api_keys import ApiKeys, Caller, tenant_of
 from logitship.server.requests.messages import ProcessorRequest
-from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission
+from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.plugin_setup import for_admission
 from logitship.server.runtime.request_fields import with_strings
 from logitship_sglang import logger
 

@@ -17,7 +17,8 @@ from typing import Any
 from logitship.client.http.vllm_handshake import PluginInfo
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.requests.messages import ProcessorRequest
-from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission
+from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.plugin_setup import for_admission
 
 from .callers import find_caller
 from .configuration import fault_token, model_view

@@ -20,10 +20,11 @@ from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.processors.executor import ProcessorExecutor
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.processors.request_view import ModelView
-from logitship.server.runtime import plugin_processors
+from logitship.server.runtime import plugin_setup
 from logitship.server.runtime.audit_log import AuditLog
-from logitship.server.runtime.plugin_processors import PluginProcessors, for_execution
+from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.runtime.plugin_settings import PluginSettings
+from logitship.server.runtime.plugin_setup import for_execution
 from logitship.server.runtime.ranks import GroupRanks
 from logitship.server.runtime.request_runtime import RequestRuntime
 from logitship.server.runtime.seat import EngineWorker
@@ -343,14 +344,14 @@ class PluginEngine(FakeEngine):
     @contextmanager
     def _own_executor(self) -> Iterator[None]:
         """Let processors that are made meanwhile run in the engine's own executor, if it has one."""
-        make = plugin_processors.shipped_executor
+        make = plugin_setup.shipped_executor
         try:
             if self._executor is not None:
                 executor = self._executor
-                plugin_processors.shipped_executor = lambda *_: executor
+                plugin_setup.shipped_executor = lambda *_: executor
             yield
         finally:
-            plugin_processors.shipped_executor = make
+            plugin_setup.shipped_executor = make
 
     @property
     def runtime(self) -> RequestRuntime:

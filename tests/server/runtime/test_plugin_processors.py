@@ -15,9 +15,10 @@ from logitship.sampler.processors.executor import ExecutorUnavailable
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
 from logitship.server.requests.messages import ProcessorRequest
-from logitship.server.runtime import plugin_processors
+from logitship.server.runtime import plugin_setup
 from logitship.server.runtime.audit_log import AuditLog
-from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission, for_execution
+from logitship.server.runtime.plugin_processors import PluginProcessors
+from logitship.server.runtime.plugin_setup import for_admission, for_execution
 from logitship.server.sglang.sglang_settings import SglangSettings
 from logitship.server.vllm.settings import VllmSettings
 from tests.helpers.clock import Clock
@@ -27,7 +28,7 @@ from tests.server.processors.paused_executor import PausedExecutor
 @pytest.mark.parametrize("make", [for_admission, partial(for_execution, max_rows=1)])
 def test_unreadable_tree_starts_no_processes(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
-    monkeypatch.setattr(plugin_processors, "shipped_executor", lambda *args: started.append(args))
+    monkeypatch.setattr(plugin_setup, "shipped_executor", lambda *args: started.append(args))
     settings = VllmSettings(tree={"a": str(tmp_path / "missing.json")})
     with pytest.raises(ValueError, match=r"TREE: .* cannot be read"):
         make(settings, ModelView(10, frozenset({0}), None), logger=logging.getLogger())
@@ -53,10 +54,10 @@ def test_executor_that_cannot_start_leaves_no_process(
 
     monkeypatch.setattr(ZygoteProcess, "start", fails if name == "start" else lambda zygote: None)
     monkeypatch.setattr(ZygoteProcess, "close", lambda zygote: closed.append(True))
-    monkeypatch.setattr(plugin_processors, "sandbox_executor", fails)
+    monkeypatch.setattr(plugin_setup, "sandbox_executor", fails)
     settings = SglangSettings()
     with pytest.raises(ValueError, match="shipped processors cannot run in sandboxes: .*" + re.escape(str(error))):
-        plugin_processors.shipped_executor(
+        plugin_setup.shipped_executor(
             settings, ModelView(10, frozenset({0}), None), 1, logging.getLogger(), in_background=False
         )
     assert closed

@@ -21,8 +21,9 @@ from logitship.client.serialization.processor_string import InstalledProcessor, 
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.api_keys import Caller
 from logitship.server.requests.messages import ProcessorRequest
-from logitship.server.runtime.plugin_processors import PluginProcessors, for_admission, for_execution
+from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.runtime.plugin_settings import PluginSettings
+from logitship.server.runtime.plugin_setup import for_admission, for_execution
 from logitship.server.runtime.plugin_uploads import add_upload_routes
 from logitship.server.runtime.request_fields import with_strings
 from logitship.server.runtime.shared_directory import SHARED_DIRECTORY

@@ -9,7 +9,7 @@ from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogit
 from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.sampler.processors.request_view import ModelView
 from logitship.server.requests.messages import ProcessorRequest
-from logitship.server.runtime.plugin_processors import for_admission, for_execution
+from logitship.server.runtime.plugin_setup import for_admission, for_execution
 from logitship.server.vllm.extra_args import read_processors
 from logitship.server.vllm.settings import VllmSettings, logger
 
