@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -464,20 +464,7 @@ def assert_no_server_paths(text: str) -> None:
         assert folder not in text
 
 
-def selected(cases: Sequence[FaultCase] | Sequence[LoadCase], *names: str) -> list[Any]:
-    """Return the cases as parameters. Only those of the given names run without `--all`."""
-    assert {*names} <= {case.name for case in cases}
-    return [
-        pytest.param(case, id=case.name, marks=() if case.name in names else pytest.mark.thorough) for case in cases
-    ]
-
-
-@pytest.mark.parametrize(
-    "case",
-    selected(
-        FAULT_CASES, "raises", "returns nothing", "leaves +inf", "leaves no token", "overflows the stack of C", "loops"
-    ),
-)
+@pytest.mark.parametrize("case", FAULT_CASES, ids=lambda case: case.name)
 def test_fault_ends_only_the_faulty_requests(loaded: Loaded, case: FaultCase) -> None:
     engine, string = loaded.engine, offender(case.body)
     others = OtherStreams(engine, sixteen_streams(string, share_sandbox=not case.ends_sandbox), loaded.expected)
@@ -607,7 +594,7 @@ def string_json(string: SourceProcessor | PickledProcessor) -> dict[str, Any]:
     return {"callable": string.payload.hex(), **about}
 
 
-@pytest.mark.parametrize("case", selected(LOAD_CASES, "raises", "crashes", "is not a subclass", "is not a pickle"))
+@pytest.mark.parametrize("case", LOAD_CASES, ids=lambda case: case.name)
 def test_processor_that_cannot_be_loaded_is_refused(loaded: Loaded, case: LoadCase) -> None:
     engine = loaded.engine
     others = OtherStreams(engine, sixteen_streams(offender("pass"), share_sandbox=True), loaded.expected)

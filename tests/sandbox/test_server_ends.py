@@ -147,7 +147,7 @@ def test_sigkill_of_starting_server(serve: Callable[..., Serving], processes: An
     processes.wait_for_end()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_signal_ends_everything(serve: Callable[..., Serving], processes: Any, number: signal.Signals) -> None:
     serving = serve("--shutdown-timeout", "0.1")
     ends = asyncio.run(under_load(serving.url(), lambda: serving.process.send_signal(number)))
@@ -156,7 +156,6 @@ def test_signal_ends_everything(serve: Callable[..., Serving], processes: Any, n
     assert not processes.roles(), "the server did not wait for its sandbox processes"
 
 
-@pytest.mark.thorough
 def test_signal_ends_processes_that_do_not_react(serve: Callable[..., Serving], processes: Any) -> None:
     serving = serve("--shutdown-timeout", "0.1")
 
@@ -184,7 +183,6 @@ AT_WORK: dict[str, Callable[[State], bool]] = {
 """Hostile client → whether the server does what it makes it do, by the state of the engine."""
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("name", AT_WORK)
 def test_sigterm_beside_a_hostile_client(serve: Callable[..., Serving], processes: Any, name: str) -> None:
     """The server has a second for running requests, and what the watchdog gives it. The machine may be busy."""

@@ -181,7 +181,7 @@ def test_first_signal_drains_and_refuses_new_requests(serve: Callable[..., Servi
     assert serving.process.wait(DEADLINE) == 0
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_second_signal_ends_streams_with_an_error(
     number: signal.Signals, serve: Callable[..., Serving], tmp_path: Path
 ) -> None:
@@ -202,7 +202,6 @@ def test_second_signal_ends_streams_with_an_error(
     assert "Traceback" not in "".join(serving.log)
 
 
-@pytest.mark.thorough
 def test_hanging_processor_does_not_block_shutdown(serve: Callable[..., Serving], tmp_path: Path) -> None:
     serving = serve("--shutdown-timeout", "0.1")
     with serving.http.stream("POST", "/generate", json=held_body(tmp_path / "never")) as answer:
@@ -211,9 +210,7 @@ def test_hanging_processor_does_not_block_shutdown(serve: Callable[..., Serving]
         assert serving.process.wait(DEADLINE) == 0
 
 
-@pytest.mark.parametrize(
-    "what", [*(pytest.param(each, marks=pytest.mark.thorough) for each in ("pool", "task")), "loop"]
-)
+@pytest.mark.parametrize("what", ["pool", "task", "loop"])
 def test_shutdown_ends_whatever_hangs(what: str, serve: Callable[..., Serving]) -> None:
     serving = serve("--shutdown-timeout", "0.1", program=[sys.executable, "-c", HANGING, what])
     serving.process.send_signal(signal.SIGTERM)
@@ -222,7 +219,6 @@ def test_shutdown_ends_whatever_hangs(what: str, serve: Callable[..., Serving]) 
     assert "the shutdown takes too long: ending the process" in serving.log[-1]
 
 
-@pytest.mark.thorough
 def test_shutdown_ends_requests_that_hang_before_the_engine(serve: Callable[..., Serving]) -> None:
     serving = serve("--shutdown-timeout", "0.1", program=[sys.executable, "-c", HANGING, "prompt"])
     body = orjson.dumps({"text": "hang" * SHORT_TEXT})  # too long for the event loop

@@ -103,6 +103,7 @@ def machine() -> Iterator[Machine]:
     machine.executor.close()
 
 
+@pytest.mark.thorough
 def test_killed_processes_leave_nothing(machine: Machine, no_collector: None) -> None:
     machine.executor.unload(machine.load())
     before = descriptors(), mappings()

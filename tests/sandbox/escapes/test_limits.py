@@ -130,6 +130,7 @@ def test_memory_is_limited(attempt: Any, refusal: str, target: Any, sandboxed: A
     assert target.changes(report) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("attempt", "refusal"), MEMORY, ids=name_of)
 def test_control_memory_is_unlimited(attempt: Any, refusal: str, unsandboxed: Any) -> None:
     before = peak_memory(unsandboxed(nothing).pid)

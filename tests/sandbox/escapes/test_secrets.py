@@ -121,6 +121,7 @@ def test_sandbox_holds_no_secret(attempt: Any, refusal: str, change: str, target
     assert target.changes(report) == []
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("attempt", "refusal", "change"), ATTACKS, ids=name_of)
 def test_control_finds_the_secret(attempt: Any, refusal: str, change: str, target: Any, unsandboxed: Any) -> None:
     assert change in target.changes_until(change, unsandboxed(attempt))

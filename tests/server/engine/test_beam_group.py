@@ -609,7 +609,7 @@ def test_penalties_apply_to_the_output_of_a_branch(make_engine: BuildEngine, loa
     assert found(answer) == reference(loaded_model, [5, 6, 7, 8], search, edit=edit)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_sandbox_keeps_no_state_of_dropped_beams(make_engine: BuildEngine) -> None:
     counts = shipped(
         "Counts",

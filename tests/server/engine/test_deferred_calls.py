@@ -203,7 +203,7 @@ async def compare(
     assert (engine.stats().running, engine.stats().waiting) == (0, 0)
 
 
-@pytest.mark.parametrize("slots", [3, 8])
+@pytest.mark.parametrize("slots", [3, pytest.param(8, marks=pytest.mark.thorough)])
 def test_tokens_are_those_of_an_undisturbed_run(
     make_engine: BuildEngine, late_executor: LateExecutor, slots: int
 ) -> None:
@@ -211,6 +211,7 @@ def test_tokens_are_those_of_an_undisturbed_run(
     run(compare(engine, late_executor, lambda tenant: [wanted(number, tenant) for number in range(42)]))
 
 
+@pytest.mark.thorough
 def test_several_continuations(make_engine: BuildEngine, late_executor: LateExecutor) -> None:
     engine = make_engine(max_num_seqs=6, chunked_prefill_size=16)
     run(

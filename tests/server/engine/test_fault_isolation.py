@@ -144,6 +144,7 @@ def test_row_that_ends_in_a_run_of_a_call_whose_rows_depend_on_each_other(
     assert ends["b"].token_ids[:count] == [*range(FIRST, FIRST + count)]
 
 
+@pytest.mark.thorough
 def test_edits_that_cannot_be_applied_end_their_rows_alone(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +173,9 @@ def test_edits_that_cannot_be_applied_end_their_rows_alone(
     assert found == expected
 
 
-@pytest.mark.parametrize("name", ["_take", "promise", "finish", "_enter"])
+@pytest.mark.parametrize(
+    "name", ["_take", *(pytest.param(name, marks=pytest.mark.thorough) for name in ("promise", "finish", "_enter"))]
+)
 def test_error_of_the_server_in_a_call_ends_its_rows_alone(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -286,7 +289,7 @@ def honest_requests() -> list[GenerationRequest]:
     ]
 
 
-@pytest.mark.parametrize("wait", [float("inf"), 0.2])
+@pytest.mark.parametrize("wait", [pytest.param(float("inf"), marks=pytest.mark.thorough), 0.2])
 def test_random_classes_end_no_request_of_others(make_engine: BuildEngine, tokenizer: Tokenizer, wait: float) -> None:
     generator = random.Random(f"{wait}")
     engine = make_engine(**SETTINGS | {"processor_wait": wait})
@@ -310,6 +313,7 @@ def test_random_classes_end_no_request_of_others(make_engine: BuildEngine, token
     assert forced > 0
 
 
+@pytest.mark.thorough
 def test_classes_that_sleep_delay_no_request_of_others(make_engine: BuildEngine) -> None:
     engine = make_engine(**SETTINGS | {"processor_wait": 0.2})
     ended: list[str] = []

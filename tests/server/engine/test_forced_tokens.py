@@ -230,7 +230,7 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("speculation", [None, "NGRAM"])
-@pytest.mark.parametrize("isolation", ["none", "sandbox"])
+@pytest.mark.parametrize("isolation", ["none", pytest.param("sandbox", marks=pytest.mark.thorough)])
 def test_forced_runs_change_nothing(make_engine: BuildEngine, isolation: str, speculation: str | None) -> None:
     settings = SETTINGS | {"processor_isolation": isolation, "speculative_algorithm": speculation}
     generator = random.Random(f"{isolation} {speculation}")
@@ -376,7 +376,7 @@ class AddsNothing(LogitsProcessor):
 
 
 @pytest.mark.parametrize("way", ["fill", "keep"])
-@pytest.mark.parametrize("isolation", ["none", "sandbox"])
+@pytest.mark.parametrize("isolation", ["none", pytest.param("sandbox", marks=pytest.mark.thorough)])
 def test_logits_that_are_not_finite(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, isolation: str, way: str
 ) -> None:

@@ -163,7 +163,7 @@ def watched(loaded_model: LoadedModel) -> WatchedEngine:
 # --- the tests ---
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @random_seeds(4)
 def test_groups_are_adjacent_views_in_every_step(seed: int, loaded_model: LoadedModel) -> None:
     rng = random.Random(seed)

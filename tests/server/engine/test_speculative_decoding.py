@@ -176,7 +176,7 @@ def isolation(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.mark.parametrize("mistakes", [0.0, 0.3, 1.0])
+@pytest.mark.parametrize("mistakes", [pytest.param(0.0, marks=pytest.mark.thorough), 0.3, 1.0])
 def test_drafts_do_not_change_outputs(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch, isolation: str, mistakes: float
 ) -> None:
@@ -243,6 +243,7 @@ def test_prompt_lookup_saves_steps(make_engine: BuildEngine, monkeypatch: pytest
     assert engine.stats().steps < 120
 
 
+@pytest.mark.thorough
 def test_samples_follow_the_distribution_of_the_model(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

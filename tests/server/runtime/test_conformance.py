@@ -215,7 +215,7 @@ def test_slow_request_ends_and_others_continue(engine: type[PluginEngine], monke
     fake.processors.close()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @on(DEFERRING)
 def test_slow_request_sits_out_until_its_sandbox_ends(
     engine: type[PluginEngine], monkeypatch: pytest.MonkeyPatch
