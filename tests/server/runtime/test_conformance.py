@@ -197,7 +197,7 @@ def test_audit_log_has_a_line_for_each_request(engine: type[PluginEngine], tmp_p
 SLEEPS = shipped("Sleeps", "import time; time.sleep(6.0); return logits + 0.0")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough  # a fast call has to get a core within a second
 @on(tuple(engine for engine in BATCHED if not engine.defers))
 def test_slow_request_ends_and_others_continue(engine: type[PluginEngine], monkeypatch: pytest.MonkeyPatch) -> None:
     """The second may find the processor busy with a call of the first."""
@@ -215,7 +215,7 @@ def test_slow_request_ends_and_others_continue(engine: type[PluginEngine], monke
     fake.processors.close()
 
 
-@pytest.mark.thorough
+@pytest.mark.thorough  # as above
 @on(DEFERRING)
 def test_slow_request_sits_out_until_its_sandbox_ends(
     engine: type[PluginEngine], monkeypatch: pytest.MonkeyPatch
