@@ -46,6 +46,7 @@ def vllm_with_plugin(python: str, model: Path, folder: Path, *flags: str) -> tup
     path = os.pathsep.join((str(ROOT / "src"), str(folder)))
     environment = {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     environment |= {"VLLM_LOGGING_LEVEL": "ERROR", "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR": "1"}
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # the executor of one GPU; on a CPU vLLM uses another
     return [*command, "logitship.server.vllm:LogitshipLogitsProcessor", *flags], environment
 
 
