@@ -82,7 +82,7 @@ class Job:
     processor: str | None = None
     others: float | None = None
 
-    @property
+    @cached_property
     def string(self) -> str:
         """The processor string.
 
