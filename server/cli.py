@@ -21,7 +21,7 @@ from logitship.server.dev.dev_command import add_arguments as add_dev_arguments
 from logitship.server.dev.dev_command import run_command as run_dev_command
 
 from .config import ServerConfig, setting_types
-from .doctor import run_doctor_command
+from .doctor import DIAGNOSES, run_doctor_command
 from .flags import FLAG_OF_FIELD, FLAGS, Flag
 from .refusals import StartError
 
@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         _command_parser(parser, command).error(_unknown_argument(parser, command, unknown))
     if command == "doctor":
-        return run_doctor_command(options["url"], os.environ.get("LOGITSHIP_API_KEY"))
+        return run_doctor_command(options["engine"], options["url"], os.environ.get("LOGITSHIP_API_KEY"))
     if command == "serve":
         model = options.pop("model", None)
         if model is not None and options.setdefault("model_path", model) != model:
@@ -206,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="test a processor class the way a server runs it")
     dev = commands.add_parser("dev", help="run a processor class on a prompt each time its file is saved")
     demo = commands.add_parser("demo", help="ship two processors to a local server and show what they do")
-    doctor = commands.add_parser("doctor", help="tell whether a running server of another engine unpickles processors")
+    doctor = commands.add_parser("doctor", help="tell what a running SGLang or vLLM server does with processors")
     serve.add_argument(
         "model",
         nargs="?",
@@ -214,7 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="the same as --model-path MODEL, as in vLLM",
     )
-    doctor.add_argument("engine", choices=["sglang"], help="the engine of the server")
+    doctor.add_argument("engine", choices=[*DIAGNOSES], help="the engine of the server")
     doctor.add_argument("url", metavar="URL", help="its base URL; LOGITSHIP_API_KEY is its API key, if it has one")
     for title, flags in FLAGS.items():
         group = serve.add_argument_group(title)

@@ -1,8 +1,9 @@
-"""`logitship doctor`: whether a running SGLang server would unpickle the processors of its clients."""
+"""`logitship doctor`: what a running SGLang or vLLM server does with the processors of its clients."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 
 import httpx
 
@@ -13,6 +14,16 @@ from logitship_sglang import REFUSES_ALL
 
 TIMEOUT = 30.0
 """Seconds. The server may be busy."""
+TESTED = {"SGLang": ("0.5.23",), "vLLM": ("0.32.0", "0.33.0")}
+"""The versions of the engines that the plugins were made for."""
+
+
+class PluginState(StrEnum):
+    """What logitship's plugin does in an engine."""
+
+    RUNS = "runs"
+    IS_BROKEN = "could not be installed"
+    IS_ABSENT = "does not run"
 
 
 @dataclass(frozen=True)
@@ -20,48 +31,54 @@ class Diagnosis:
     """The state of a server.
 
     Attributes:
-        version: SGLang's version; None if the server does not say.
-        plugin: the reply of logitship's plugin; None if it is not there.
-        takes_processors: the server accepts processors with requests.
-        is_broken: the plugin is there, but could not be installed completely, and refuses all processors.
+        engine: SGLang or vLLM.
+        version: its version; None if the server does not say.
+        plugin: the state of logitship's plugin.
+        processors: what happens to processors of requests: accepted, refused or ignored.
+        remarks: more about it, in sentences.
     """
 
+    engine: str
     version: str | None
-    plugin: SglangPlugin | None
-    takes_processors: bool
-    is_broken: bool = False
+    plugin: PluginState
+    processors: str
+    remarks: tuple[str, ...] = ()
 
     @property
     def is_safe(self) -> bool:
-        """True if the server unpickles nothing of its clients."""
-        return self.plugin is not None or not self.takes_processors
-
-    @property
-    def _plugin_state(self) -> str:
-        if self.is_broken:
-            return "could not be installed"
-        return "does not run" if self.plugin is None else "runs"
+        """True if the server neither unpickles nor ignores the processors of its clients."""
+        return self.plugin is PluginState.RUNS or self.processors == "refused"
 
     @property
     def text(self) -> str:
         """The report, a few lines."""
-        lines = [f"SGLang:             {self.version or 'unknown version'}"]
-        lines.append(f"custom processors:  {'accepted' if self.takes_processors else 'refused'}")
-        lines.append(f"logitship's plugin: {self._plugin_state}")
-        if self.is_broken:
+        lines = [f"{self.engine + ':':20}{self.version or 'unknown version'}"]
+        lines.append(f"custom processors:  {self.processors}")
+        lines.append(f"logitship's plugin: {self.plugin}")
+        lines += self.remarks
+        if self.plugin is PluginState.IS_BROKEN:
             lines.append("It refuses all processors. The server's log says why, after 'logitship cannot run'.")
-        if self.plugin is not None and self.plugin.speculates:
-            lines.append("The server decodes speculatively: it refuses requests with processors.")
+        if self.version is not None and self.version not in TESTED[self.engine]:
+            tested = " and ".join(TESTED[self.engine])
+            lines.append(f"The plugin is tested with {self.engine} {tested}. It refuses to run if {self.engine}'s")
+            lines.append("functions differ from theirs; run logitship's tests with this version before you rely on it.")
+        return "\n".join([*lines, self._verdict])
+
+    @property
+    def _verdict(self) -> str:
         if self.is_safe:
-            lines.append("OK: no process of this server unpickles a processor.")
-        else:
-            lines.append("UNSAFE: this server unpickles processors: any client can run code in it.")
-            lines.append("Install logitship into its environment, and see docs/sglang.md: is SGLANG_PLUGINS set?")
-        return "\n".join(lines)
+            return "OK: no process of this server unpickles a processor."
+        page = f"docs/{self.engine.lower()}.md"
+        if self.processors == "ignored":
+            return f"IGNORED: requests run without their processors, or are refused. See {page}."
+        return (
+            "UNSAFE: this server unpickles processors: any client can run code in it.\n"
+            f"Install logitship into its environment, and see {page}: is SGLANG_PLUGINS set?"
+        )
 
 
-def diagnose(http: httpx.Client) -> Diagnosis:
-    """Ask a server for its state. Nothing is generated, and no processor is unpickled.
+def diagnose_sglang(http: httpx.Client) -> Diagnosis:
+    """Ask SGLang for its state. Nothing is generated, and no processor is unpickled.
 
     Args:
         http: a client with the server's base URL, and with its API key if it needs one.
@@ -75,12 +92,43 @@ def diagnose(http: httpx.Client) -> Diagnosis:
         raise httpx.HTTPError(f"the server answered {answer.status_code}, which no SGLang does")
     error = parse_error_body(_json(answer))
     message = "" if error is None else error.message
-    plugin = SglangPlugin.from_message(message)
-    takes_processors = plugin is not None or TOKENS_REFUSED in message
-    is_broken = REFUSES_ALL in message
-    if not takes_processors and not is_broken and NOT_ENABLED not in message:
+    reply = SglangPlugin.from_message(message)
+    remarks: tuple[str, ...] = ()
+    if reply is not None:
+        plugin, processors = PluginState.RUNS, "accepted"
+        if reply.speculates:
+            remarks = ("The server decodes speculatively: it refuses requests with processors.",)
+    elif REFUSES_ALL in message:
+        plugin, processors = PluginState.IS_BROKEN, "refused"
+    elif TOKENS_REFUSED in message:
+        plugin, processors = PluginState.IS_ABSENT, "accepted"
+    elif NOT_ENABLED in message:
+        plugin, processors = PluginState.IS_ABSENT, "refused"
+    else:
         raise httpx.HTTPError("the server answered 400 without a message that SGLang has for it")
-    return Diagnosis(_version(http), plugin, takes_processors, is_broken)
+    return Diagnosis("SGLang", _version(http, "/server_info", "/get_server_info"), plugin, processors, remarks)
+
+
+def diagnose_vllm(http: httpx.Client) -> Diagnosis:
+    """Ask vLLM for its state, by the route of registered processors, which only the plugin has.
+
+    Args:
+        http: see `diagnose_sglang`.
+
+    Raises:
+        httpx.HTTPError: there is no answer, or one that vLLM does not give.
+    """
+    version = _version(http, "/version")
+    if version is None:
+        raise httpx.HTTPError("the server does not tell its version at /version")
+    answer = http.get("/v1/processors")
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        return Diagnosis("vLLM", version, PluginState.IS_ABSENT, "ignored")
+    if answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+        error = parse_error_body(_json(answer))
+        return Diagnosis("vLLM", version, PluginState.IS_BROKEN, "refused", () if error is None else (error.message,))
+    answer.raise_for_status()
+    return Diagnosis("vLLM", version, PluginState.RUNS, "accepted")
 
 
 def _json(answer: httpx.Response) -> object:
@@ -92,8 +140,8 @@ def _json(answer: httpx.Response) -> object:
     return body
 
 
-def _version(http: httpx.Client) -> str | None:
-    for path in ("/server_info", "/get_server_info"):
+def _version(http: httpx.Client, *paths: str) -> str | None:
+    for path in paths:
         answer = http.get(path)
         if answer.status_code == httpx.codes.OK:
             info = _json(answer)
@@ -102,13 +150,17 @@ def _version(http: httpx.Client) -> str | None:
     return None
 
 
-def run_doctor_command(url: str, api_key: str | None) -> int:
-    """Print the report about a server. Return the exit status: 0 if it is safe."""
+DIAGNOSES = {"sglang": diagnose_sglang, "vllm": diagnose_vllm}
+"""What asks each engine."""
+
+
+def run_doctor_command(engine: str, url: str, api_key: str | None) -> int:
+    """Print the report about a server. Return the exit status: 0 if it neither unpickles nor ignores processors."""
     try:
         with httpx.Client(base_url=url, headers=client_headers(api_key, None), timeout=TIMEOUT) as http:
-            diagnosis = diagnose(http)
+            diagnosis = DIAGNOSES[engine](http)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
-        print(f"{url} does not answer as SGLang does: {error}")
+        print(f"{url} does not answer as {'SGLang' if engine == 'sglang' else 'vLLM'} does: {error}")
         return 2
     print(diagnosis.text)
     return 0 if diagnosis.is_safe else 1

@@ -86,7 +86,7 @@ NOT_RUN = {
         "python3 -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --enable-custom-logit-processor \\\n"
         "  --speculative-algorithm NGRAM",
     ],
-    "vllm.md": [VLLM_SERVE],
+    "vllm.md": [VLLM_SERVE, "logitship doctor vllm http://localhost:8000"],
     "CONTRIBUTING.md": [
         'python3 -m venv .venv && source .venv/bin/activate\npip install -c constraints.txt -e ".[serve,dev]"',
         "mkdocs serve",

@@ -759,7 +759,7 @@ def test_escapes_succeed_without_a_sandbox() -> None:
 
 @with_overlap
 def test_doctor_finds_the_plugin(server: SglangServer, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run_doctor_command(server.url, None) == 0
+    assert run_doctor_command("sglang", server.url, None) == 0
     assert "SGLang:             0.5.23" in capsys.readouterr().out
 
 
@@ -892,7 +892,7 @@ def test_speculation(
 
 def test_stock_sglang_unpickles_and_dies(stock: SglangServer) -> None:
     """The control: the recorder records, the client warns, and one fault ends the server."""
-    assert run_doctor_command(stock.url, None) == 1
+    assert run_doctor_command("sglang", stock.url, None) == 1
     assert not [name for name in audited(stock) if name.startswith("dill.")]
     with Client(stock.url, timeout=240, max_retries=0) as client:  # on a busy machine it takes a while to die
         with pytest.warns(UserWarning, match="unpickles processors"):
@@ -923,5 +923,5 @@ def test_broken_installation_refuses_processors(
             assert "logitship refuses custom logit processors" in refused.text
         assert server.is_alive()
         assert not [name for name in audited(server) if name.startswith(("fractions.", "dill."))]
-        assert run_doctor_command(server.url, None) == 0
+        assert run_doctor_command("sglang", server.url, None) == 0
         assert "logitship's plugin: could not be installed" in capsys.readouterr().out

@@ -40,6 +40,7 @@ from logitship import (
 )
 from logitship.client.serialization.processor_string import PYTHON, parse
 from logitship.server.api_keys import tenant_of
+from logitship.server.doctor import run_doctor_command
 from logitship.server.model.default_model import default_model_folder
 from tests.helpers.metrics import growth, read_metrics, settled_metrics
 
@@ -304,6 +305,16 @@ def test_processor_list(client: Client) -> None:
     forced = {"processor": STRINGS["ForceToken"], "params": {"token_id": 1234}}
     boosted = {"processor": STRINGS["Boost"], "params": {"token_id": 1234}}
     assert generate(client, logits_processors=[boosted, forced]) == [1234] * TOKENS
+
+
+def test_doctor_finds_the_plugin(served: tuple[str, Server], capsys: pytest.CaptureFixture[str]) -> None:
+    status = run_doctor_command("vllm", served[0], KEYS[0])
+    printed = capsys.readouterr().out
+    if served[1].scheduling:  # of vLLM
+        assert status == 0, printed
+        assert "logitship's plugin: runs\nOK" in printed
+    else:
+        assert status == 2, printed
 
 
 def test_registered_processors(served: tuple[str, Server], client: Client) -> None:

@@ -10,7 +10,7 @@ from starlette.testclient import TestClient
 
 from logitship.client.http.sglang_handshake import NOT_ENABLED, PROBE_BODY, TOKENS_REFUSED, SglangPlugin
 from logitship.server import cli, doctor
-from logitship.server.doctor import diagnose
+from logitship.server.doctor import diagnose_sglang, diagnose_vllm
 from logitship.server.http.app import create_app
 from logitship_sglang import NOT_RUN
 from tests.helpers.engine_requests import BuildEngine
@@ -62,7 +62,7 @@ def test_other_servers_are_not_diagnosed(capsys: pytest.CaptureFixture[str]) -> 
         httpx.Client(base_url="http://server", transport=httpx.MockTransport(sglang("no", 200))) as http,
         pytest.raises(httpx.HTTPError, match="which no SGLang does"),
     ):
-        diagnose(http)
+        diagnose_sglang(http)
     assert cli.main(["doctor", "sglang", "http://127.0.0.1:1"]) == 2
     assert "does not answer as SGLang does" in capsys.readouterr().out
 
@@ -77,7 +77,7 @@ def test_own_server_is_not_diagnosed(make_engine: BuildEngine, enabled: bool) ->
         httpx.Client(base_url="http://server", transport=answer) as http,
         pytest.raises(httpx.HTTPError, match="without a message that SGLang"),
     ):
-        diagnose(http)
+        diagnose_sglang(http)
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,49 @@ def test_unknown_version(info: httpx.Response) -> None:
         return sglang(NOT_ENABLED)(request) if request.url.path == "/generate" else info
 
     with httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer)) as http:
-        diagnosis = diagnose(http)
+        diagnosis = diagnose_sglang(http)
     assert diagnosis.version is None
     assert diagnosis.is_safe
+
+
+@pytest.mark.parametrize(
+    ("listing", "status", "texts"),
+    [
+        (httpx.Response(200, json={"data": []}), 0, ["vLLM:               0.33.0", "plugin: runs", "OK"]),
+        (httpx.Response(404, json={"detail": "Not Found"}), 1, ["processors:  ignored", "IGNORED", "docs/vllm.md"]),
+        (
+            httpx.Response(503, json={"error": {"message": "no user namespaces"}}),
+            0,
+            ["plugin: could not be installed", "no user namespaces"],
+        ),
+        (httpx.Response(401), 2, ["does not answer as vLLM does"]),
+    ],
+)
+def test_vllm(
+    listing: httpx.Response,
+    status: int,
+    texts: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        return listing if request.url.path == "/v1/processors" else httpx.Response(200, json={"version": "0.33.0"})
+
+    client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(doctor.httpx, "Client", lambda **options: client)
+    assert cli.main(["doctor", "vllm", "http://server"]) == status
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in texts)
+    assert "is tested with" not in printed
+
+
+def test_untested_version() -> None:
+    def answer(request: httpx.Request) -> httpx.Response:
+        body = {"data": []} if request.url.path == "/v1/processors" else {"version": "0.40.1"}
+        return httpx.Response(200, json=body)
+
+    with httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer)) as http:
+        assert "The plugin is tested with vLLM 0.32.0 and 0.33.0." in diagnose_vllm(http).text
 
 
 @pytest.mark.parametrize("key", ["secret", "ké€", "not UTF-8: \udcff"])
