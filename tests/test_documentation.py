@@ -23,6 +23,7 @@ from logitship.server.engine.build import build_engine
 from logitship.server.http_server import running_server
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.refusals import RequestRefused
+from tests.helpers.scripts import load_script
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")] + sorted(
@@ -334,6 +335,10 @@ def test_ci_runs_the_command_of_the_readme() -> None:
     second = NOT_RUN["README.md"][2]
     assert second in (ROOT / "README.md").read_text().splitlines()
     assert second in map(str.strip, (ROOT / ".ci" / "run").read_text().splitlines())
+
+
+def test_page_of_compatibility_is_up_to_date() -> None:
+    assert (ROOT / "docs" / "compatibility.md").read_text() == load_script("compatibility").page()
 
 
 def test_changelog_has_an_unreleased_section() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 _TRUE = ("true", "1", "yes", "y")
@@ -20,6 +21,38 @@ def resolved_arguments(server_args: Any) -> Any:
     return resolving_view(server_args)
 
 
+def _is_many(value: int) -> bool:
+    return value > 1
+
+
+UNSUPPORTED: dict[str, tuple[str, Callable[[Any], bool], str]] = {
+    "--tokenizer-worker-num": (
+        "tokenizer_worker_num",
+        _is_many,
+        "SGLang loads no plugins in its HTTP workers, which would unpickle processors",
+    ),
+    "--use-ray": ("use_ray", bool, "SGLang loads no plugins in its Ray actors, which would unpickle processors"),
+    "--smg-grpc-mode": ("smg_grpc_mode", bool, "requests would reach the scheduler without being checked"),
+    "--attn-cp-size": (
+        "attn_cp_size",
+        _is_many,
+        "several ranks would run the processors of a request, and could sample different tokens",
+    ),
+    "--pp-size": ("pp_size", _is_many, "a request that fails in the last stage would continue in the others"),
+    "--disaggregation-mode": (
+        "disaggregation_mode",
+        lambda mode: mode != "null",
+        "a processor would lose its state between the prefill and the decode server",
+    ),
+    "--dllm-algorithm": (
+        "dllm_algorithm",
+        lambda algorithm: algorithm is not None,
+        "SGLang calls no processors for diffusion models",
+    ),
+}
+"""By flag: SGLang's argument, whether a value cannot be supported, and why."""
+
+
 def check_configuration(arguments: Any) -> None:
     """Refuse to start a server that accepts processors and could not run them.
 
@@ -30,36 +63,12 @@ def check_configuration(arguments: Any) -> None:
         ValueError: names the argument.
     """
     reasons = {
-        "--tokenizer-worker-num": (
-            arguments.tokenizer_worker_num > 1,
-            "SGLang loads no plugins in its HTTP workers, which would unpickle processors",
-        ),
-        "--use-ray": (
-            arguments.use_ray,
-            "SGLang loads no plugins in its Ray actors, which would unpickle processors",
-        ),
-        "--smg-grpc-mode": (arguments.smg_grpc_mode, "requests would reach the scheduler without being checked"),
-        "--attn-cp-size": (
-            arguments.attn_cp_size > 1,
-            "several ranks would run the processors of a request, and could sample different tokens",
-        ),
-        "--pp-size": (
-            arguments.pp_size > 1,
-            "a request that fails in the last stage would continue in the others",
-        ),
-        "--disaggregation-mode": (
-            arguments.disaggregation_mode != "null",
-            "a processor would lose its state between the prefill and the decode server",
-        ),
-        "--dllm-algorithm": (arguments.dllm_algorithm is not None, "SGLang calls no processors for diffusion models"),
-        "SGLANG_RUST_SERVER": (
-            os.environ.get("SGLANG_RUST_SERVER", "").lower() in _TRUE,
-            "requests would reach the scheduler without being checked",
-        ),
+        flag: reason for flag, (name, refuses, reason) in UNSUPPORTED.items() if refuses(getattr(arguments, name))
     }
-    for name, (is_set, reason) in reasons.items():
-        if is_set:
-            raise ValueError(f"logitship does not run custom logit processors with {name}: {reason}")
+    if os.environ.get("SGLANG_RUST_SERVER", "").lower() in _TRUE:
+        reasons["SGLANG_RUST_SERVER"] = "requests would reach the scheduler without being checked"
+    for flag, reason in reasons.items():
+        raise ValueError(f"logitship does not run custom logit processors with {flag}: {reason}")
 
 
 def skips_processors(arguments: Any) -> bool:

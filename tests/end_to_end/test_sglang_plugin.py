@@ -203,6 +203,7 @@ def test_force_token(client: Client) -> None:
     assert generate(client, processor=STRINGS["ForceToken"], params={"token_id": 1234}) == [1234] * TOKENS
 
 
+@pytest.mark.mode("SGLang", "registered processors and artifacts", "the real engine")
 @with_overlap
 def test_registered_processors(server: SglangServer) -> None:
     """They are uploaded once, and named by digest and by name. Another tenant has none of them."""
@@ -236,6 +237,7 @@ def test_registered_processors(server: SglangServer) -> None:
             generate(client, processor=registered)
 
 
+@pytest.mark.mode("SGLang", "metrics", "the real engine")
 def test_metrics(server: SglangServer) -> None:
     """They are those of logitship's own server, beside SGLang's. Several tenants do not read the names of classes."""
     before = settled_metrics(server.url)
@@ -295,12 +297,14 @@ def test_all_strings_are_tested() -> None:
     assert set(STRINGS) == tested | {"DisallowedTokensLogitsProcessor", "DeepseekOCRNoRepeatNGramLogitProcessor"}
 
 
+@pytest.mark.mode("SGLang", "chunked prefill", "the real engine")
 @pytest.mark.parametrize("prompt", [PROMPT, LONG_PROMPT], ids=["short", "in_chunks"])
 def test_one_call_per_token(client: Client, prompt: str) -> None:
     tokens = generate(client, prompt, processor=CountsCalls, params={"first": FIRST})
     assert tokens == [FIRST + step for step in range(TOKENS)]
 
 
+@pytest.mark.mode("SGLang", "overlap and normal scheduling", "the real engine")
 def test_history_is_exact_in_a_busy_batch(server: SglangServer, client: Client, tokenizer: Tokenizer) -> None:
     """Requests of two processors and of none start together, are retracted, and go on."""
     prompts = [f"{number} {LONG_PROMPT[: 40 + 9 * number]}" for number in range(8)]
@@ -344,6 +348,7 @@ def test_history_is_exact_in_a_busy_batch(server: SglangServer, client: Client, 
     assert any(retractions() for _ in range(8)), "SGLang retracts others if the requests do not meet"
 
 
+@pytest.mark.mode("SGLang", "structured outputs beside processors", "the real engine")
 def test_stop_strings_beside_grammars_end_only_their_requests(
     server: SglangServer, client: Client, tokenizer: Tokenizer
 ) -> None:
@@ -455,6 +460,7 @@ def test_mixed_batch_keeps_state_apart(server: SglangServer) -> None:
         assert each == expected
 
 
+@pytest.mark.mode("SGLang", "prefix cache", "the real engine")
 def test_history_is_exact_after_a_prefix_cache_hit(server: SglangServer, client: Client, tokenizer: Tokenizer) -> None:
     """The second request computes only the end of its prompt, and its processor sees all of it."""
     prompt = f"cached: {LONG_PROMPT}"
@@ -469,6 +475,7 @@ def test_history_is_exact_after_a_prefix_cache_hit(server: SglangServer, client:
     assert answer["output_ids"] == [*expected, history_token(tokenizer.encode(prompt), expected, 4)]
 
 
+@pytest.mark.mode("SGLang", "`n`", "the real engine")
 def test_continuations_have_separate_state(client: Client) -> None:
     answers = client.generate(
         PROMPT, n=2, max_new_tokens=TOKENS, ignore_eos=True, processor=CountsCalls, params={"first": FIRST}
@@ -507,6 +514,7 @@ def test_stream(client: Client) -> None:
     assert [receipt.steps for receipt in chunks[-1].receipts] == [TOKENS]
 
 
+@pytest.mark.mode("SGLang", "OpenAI's routes", "the real engine")
 @pytest.mark.parametrize("method", ["completions", "chat"])
 def test_openai_routes(server: SglangServer, client: Client, method: str) -> None:
     prompt: Any = PROMPT if method == "completions" else [{"role": "user", "content": PROMPT}]
@@ -578,6 +586,7 @@ def counted_steps(receipts: Sequence[dict[str, Any]]) -> int:
     return int(receipt["steps"])
 
 
+@pytest.mark.mode("SGLang", "`/v1/responses` and `/v1/messages`", "the real engine")
 @with_overlap
 def test_routes_that_drop_processors_run_them(server: SglangServer, openai_client: openai.OpenAI) -> None:
     sent = {"custom_logit_processor": json.loads(STRINGS["ForceToken"]), "custom_params": {"token_id": 70}}
@@ -641,6 +650,7 @@ class CountsForAll(CustomLogitProcessor):
         return logits
 
 
+@pytest.mark.mode("SGLang", "a tenant for each API key", "the real engine")
 def test_tenants_share_no_class(server: SglangServer) -> None:
     """A class continues its own counting for each tenant."""
 
@@ -829,6 +839,9 @@ def test_wrong_setting_refuses_processors(
         assert not [name for name in audited(server) if name.startswith(("fractions.", "dill."))]
 
 
+@pytest.mark.mode(
+    "SGLang", "drafts of NGRAM, with overlap and normal scheduling", "the real engine, with torch in place of kernels"
+)
 @pytest.mark.parametrize("scheduling", ["overlap", "normal"])
 def test_speculation(
     scheduling: str,

@@ -129,6 +129,7 @@ VARIANTS: list[dict[str, Any]] = [
 """Their prompts fit into one step together: on a CPU, vLLM fails on parts of a prompt that is sampled with a seed."""
 
 
+@pytest.mark.mode("vLLM", "V1 on one GPU, late calls sit out", "the real engine, 0.32.0")
 def test_tokens_are_those_of_an_undisturbed_run(url: str) -> None:
     """Requests without processors are seeded as well. What a step discards is in no answer."""
     others = [plain(prompt="My favourite colour"), plain(temperature=1.0, seed=5)]

@@ -261,12 +261,14 @@ def test_countdown(client: Client) -> None:
     assert generate(client, processor=STRINGS["Countdown"]) == [prompt_tokens + step for step in range(TOKENS)]
 
 
+@pytest.mark.mode("vLLM", "V1, chunked prefill", "the real engine, 0.32.0")
 @pytest.mark.parametrize("prompt", [PROMPT, LONG_PROMPT], ids=["short", "in_chunks"])
 def test_one_call_per_token(client: Client, prompt: str) -> None:
     tokens = generate(client, prompt, processor=CountsCalls, params={"first": FIRST})
     assert tokens == [FIRST + step for step in range(TOKENS)]
 
 
+@pytest.mark.mode("vLLM", "V1, prefix caching", "the real engine, 0.32.0")
 def test_cached_prefix(served: tuple[str, Server], client: Client) -> None:
     """The second time, vLLM takes the start of the prompt from its cache."""
     plain = generate(client, LONG_IDS)
@@ -292,6 +294,7 @@ def test_installed_by_name(client: Client) -> None:
     assert tokens in ([300, 301], [400, 401])
 
 
+@pytest.mark.mode("vLLM", "V1, `n`", "the real engine, 0.32.0")
 def test_continuations_have_separate_state(client: Client) -> None:
     """Each continuation is a sequence with its own state."""
     answers = client.generate(
@@ -317,6 +320,7 @@ def test_doctor_finds_the_plugin(served: tuple[str, Server], capsys: pytest.Capt
         assert status == 2, printed
 
 
+@pytest.mark.mode("vLLM", "V1, registered processors and artifacts", "the real engine, 0.32.0")
 def test_registered_processors(served: tuple[str, Server], client: Client) -> None:
     """They are uploaded once, and named by digest and by name. Another key has none of them."""
     registered = client.register(ForcesFromTable, "Mine")
@@ -376,6 +380,7 @@ def test_fault_in_a_stream(client: Client) -> None:
     assert len([token for chunk in chunks for token in chunk.output_ids]) == 2
 
 
+@pytest.mark.mode("vLLM", "V1, OpenAI's routes and `/v1/messages`", "the real engine, 0.32.0")
 def test_faults_on_all_routes_of_vllm(served: tuple[str, Server]) -> None:
     """Whole answers have status 400, streams an event that the SDK raises; also where the output has a grammar."""
     if not served[1].scheduling:
@@ -484,6 +489,7 @@ def test_receipts_of_the_anthropic_route(served: tuple[str, Server]) -> None:
     assert counted_steps(ended["receipts"]) == 6
 
 
+@pytest.mark.mode("vLLM", "V1, a tenant for each API key", "the real engine, 0.32.0")
 def test_each_api_key_is_a_tenant(served: tuple[str, Server], client: Client) -> None:
     """Two tenants share no instance of a class, also if one of them claims to be the other."""
     processor = CountsForItself.to_str()
@@ -558,6 +564,7 @@ def test_load_errors(client: Client) -> None:
         generate(client, processor=InstalledProcessor("disallowed_tokens"), params={})
 
 
+@pytest.mark.mode("vLLM", "V1, metrics", "the real engine, 0.32.0")
 def test_metrics(served: tuple[str, Server], client: Client) -> None:
     """All servers count the same. `logitship serve` names no classes of clients with several keys."""
     before = settled_metrics(served[0], KEYS[0])
@@ -584,12 +591,14 @@ def test_metrics(served: tuple[str, Server], client: Client) -> None:
         assert re.search(line, "".join(served[1].log))
 
 
+@pytest.mark.mode("vLLM", "V1, synchronous and asynchronous scheduling", "the real engine, 0.32.0")
 def test_vllm_scheduling_mode(served: tuple[str, Server]) -> None:
     """The plugin logs vLLM's scheduling mode."""
     scheduling = re.findall(r"with (\w+) scheduling", "".join(served[1].log))
     assert scheduling == served[1].scheduling
 
 
+@pytest.mark.mode("vLLM", "V1, preemption", "the real engine, 0.32.0")
 def test_preemption(served: tuple[str, Server], client: Client) -> None:
     """Preempted requests are recomputed, which processors do not notice.
 

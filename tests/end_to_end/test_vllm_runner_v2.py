@@ -51,6 +51,9 @@ def run(environment: Path, *folders: Path) -> Any:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.mode(
+    "vLLM", "V2, synchronous and asynchronous scheduling", "its own code, 0.32.0 and 0.33.0, with fakes of kernels"
+)
 @pytest.mark.parametrize("scheduling", ["synchronous", "asynchronous"])
 def test_one_call_per_token_in_any_row(ran: Any, scheduling: str) -> None:
     """The n-th call for a request samples token 10 + n; rows are in the order of the step."""
@@ -92,6 +95,7 @@ def test_unsupported_configurations(ran_newest: Any) -> None:
     assert changed.startswith("logitship does not know the model runner of this vLLM")
 
 
+@pytest.mark.mode("vLLM", "V2, drafts", "its own code, 0.33.0, with fakes of kernels")
 def test_processors_follow_accepted_draft_tokens(ran_newest: Any) -> None:
     """The n-th call for a request samples token 10 + n: rejected draft tokens leave no trace in state or receipts."""
     assert ran_newest["drafts"] == [
@@ -103,6 +107,7 @@ def test_processors_follow_accepted_draft_tokens(ran_newest: Any) -> None:
     ]
 
 
+@pytest.mark.mode("vLLM", "V2, drafts are refused in 0.32", "its own code, 0.32.0, with fakes of kernels")
 def test_speculation_is_refused_where_processors_are_skipped(ran_before: Any) -> None:
     assert ran_before["drafts"].startswith(
         "logitship cannot run with speculative decoding (--speculative-config) before vLLM 0.33: it needs"

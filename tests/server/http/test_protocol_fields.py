@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
 from logitship.server.schemas import field_rules
 from logitship.server.schemas.field_rules import Ignored, Refused
+from tests.helpers.scripts import load_script
 
 ROOT = Path(__file__).parents[3]
 DATA = json.loads((ROOT / "tests" / "data" / "protocol_fields.json").read_text())
@@ -24,16 +23,7 @@ BODIES: dict[str, dict[str, Any]] = {
 HEADER = "X-Logitship-Ignored"
 
 
-def _load_script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("protocol_fields", ROOT / "scripts" / "protocol_fields.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = _load_script()
+SCRIPT = load_script("protocol_fields")
 
 
 @pytest.mark.parametrize("request_name", DATA)

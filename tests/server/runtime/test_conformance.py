@@ -253,6 +253,8 @@ def test_logits_of_other_types(engine: type[FakeEngine], dtype: torch.dtype, mon
     assert not fake.ends
 
 
+@pytest.mark.mode("vLLM", "tensor parallel", "a scripted fake")
+@pytest.mark.mode("SGLang", "tensor parallel", "a scripted fake")
 @on(BATCHED)
 @random_seeds(4)
 def test_ranks_sample_the_same_tokens(seed: int, engine: type[BatchedEngine]) -> None:
