@@ -99,22 +99,31 @@ THOROUGH = (
 """Run by `--all` only: tests that need a peer, a browser or downloads, that count on a share of the cores, or that take
 long for what they cover."""
 SLOW = (
+    "builtin_processors/grammars/test_compiler.py",
+    "builtin_processors/parts/test_phrase_processor.py",
     "builtin_processors/test_composition.py",
     "builtin_processors/test_zoo_originals.py",
+    "client/test_imports.py",
     "sampler/ops/test_exact_sampling.py",
     "sampler/sandbox",
     "sandbox",
     "server/check",
+    "server/engine/test_beam_group.py",
     "server/engine/test_deferred_calls.py",
     "server/engine/test_failed_thread_starts.py",
     "server/engine/test_fault_isolation.py",
     "server/engine/test_forced_tokens.py",
+    "server/engine/test_parallel_samples.py",
+    "server/engine/test_scheduler.py",
     "server/engine/test_speculative_decoding.py",
     "server/http/test_documentation.py",
     "server/http/test_fuzz.py",
     "server/http/test_json_whitespace.py",
     "server/http/test_logits_processors.py",
+    "server/http/test_metrics_routes.py",
     "server/http/test_real_engine.py",
+    "server/offline/test_llm.py",
+    "server/runtime/test_plugin_metrics.py",
     "test_documentation.py",
 )
 """Left out by `--fast`, beside those: tests that need sandboxes or the default model, or take long because they count

@@ -60,6 +60,7 @@ def random_jobs(seed: int, count: int) -> list[Job]:
     return jobs
 
 
+@pytest.mark.slow
 @on(ENGINES)
 @pytest.mark.parametrize("share", [0.0, 0.7])
 @random_seeds(12)
