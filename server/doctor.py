@@ -1,4 +1,4 @@
-"""`logitship doctor`: what a running SGLang or vLLM server does with the processors of its clients."""
+"""`logitship doctor`: tells what a running SGLang or vLLM server does with the processors of its clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TESTED = {"SGLang": ("0.5.23",), "vLLM": ("0.32.0", "0.33.0")}
 
 
 class PluginState(StrEnum):
-    """What logitship's plugin does in an engine."""
+    """States of logitship's plugin in an engine."""
 
     RUNS = "runs"
     IS_BROKEN = "could not be installed"
@@ -151,7 +151,7 @@ def _version(http: httpx.Client, *paths: str) -> str | None:
 
 
 DIAGNOSES = {"sglang": diagnose_sglang, "vllm": diagnose_vllm}
-"""What asks each engine."""
+"""The functions that ask each engine."""
 
 
 def run_doctor_command(engine: str, url: str, api_key: str | None) -> int:
