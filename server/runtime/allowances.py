@@ -28,11 +28,12 @@ from logitship.server.metrics.engine_stats import MAX_TENANTS, OTHER
 BURST = 1.0
 """Seconds that a request or a tenant may use at once: a first call often prepares something."""
 MIN_GROWTH = 0.01
-"""Seconds by which an allowance grows in each step, at least: a call takes a few milliseconds where cores are busy."""
+"""Seconds by which a request's allowance grows in each step, at least: a call takes a few milliseconds where cores are
+busy. A tenant's has no minimum, as it would be most of the time of a fast engine."""
 MIN_NEW = 0.05
 """Seconds that a step waits for a call of a new class in any case, if its request has not used up its own allowance."""
 MIN_SLOW = 0.01
-"""The same for a class whose last call was too slow."""
+"""The same for a class whose last call was too slow, and the most if its requests can sit out."""
 MIN_START = 0.001
 """Allowance with which the next request of a class starts that was too slow many times."""
 PAUSE = 1.0
@@ -50,7 +51,7 @@ class _Bucket:
     """An allowance.
 
     Attributes:
-        left: seconds, when all allowances had grown by `at`.
+        left: seconds, when allowances of its kind had grown by `at`.
         at: seconds.
         used: seconds that steps have waited.
     """
@@ -94,14 +95,16 @@ class Allowances(DeferredCalls):
         self._num_requests = self._num_steps = 0
         self._others_at = -math.inf
         """The last step with requests that waited for other ones."""
-        self._growth = 0.0
-        """Seconds by which allowances have grown since the start."""
+        self._growth = self._tenant_growth = 0.0
+        """Seconds by which allowances of requests, and of tenants, have grown since the start."""
         self._step_ended: float | None = None
         self._wait_began = 0.0
         self._tenants: dict[str, _Bucket] = {}
         self._most_tenants = _MAX_KNOWN
         """Number of tenants at which those with a full allowance are dropped."""
         self._requests: dict[str, _Bucket] = {}
+        self._sat_out: set[str] = set()
+        """Requests that have sat a step out: the engine can leave them out."""
         self._starts: dict[str, float] = {}
         """Allowances of new requests with classes that were too slow, by the name of the processor."""
         self._paused_until: dict[str, float] = {}
@@ -117,6 +120,7 @@ class Allowances(DeferredCalls):
         self._num_steps += 1
         if self._step_ended is not None:
             own = min(self._clock() - self._step_ended, MAX_STEP)
+            self._tenant_growth += self._share * own
             self._growth += max(MIN_GROWTH, self._share * own)
 
     def plain_step(self) -> None:
@@ -131,6 +135,7 @@ class Allowances(DeferredCalls):
     def drop(self, rid: str) -> None:
         """Drop the allowance of a request that has ended."""
         self._requests.pop(rid, None)
+        self._sat_out.discard(rid)
 
     def left(self, group: ProcessorGroup) -> float:
         """Return how long the step still waits for a call, in seconds; infinity: until it ends."""
@@ -147,6 +152,10 @@ class Allowances(DeferredCalls):
             if self._starts[name] >= BURST:
                 del self._starts[name]
                 self._paused_until.pop(name, None)
+
+    def sits_out(self, rid: str) -> None:
+        """Record that the engine leaves a request out of its steps until its call ends."""
+        self._sat_out.add(rid)
 
     def is_paused(self, name: str) -> bool:
         """Return whether new requests with a processor wait, because it was too slow a moment ago."""
@@ -204,19 +213,24 @@ class Allowances(DeferredCalls):
             self._others_at = self._num_steps
         if self._num_steps - self._others_at > MEMORY:
             return math.inf
-        left = max(self._filled(self._bucket(use)) for use in uses)
+        left = max(_filled(self._bucket(use), self._growth) for use in uses)
         processor = next(iter(uses)).processor
         last = self._last.get(processor.group_name)
         if last is None or last.was_deferred:
             least = MIN_NEW if last is None else MIN_SLOW
-            left = min(left, max(least, self._filled(self._tenant(processor.tenant))))
+            # Another wait gains nothing for a request that can sit out again, and costs the others.
+            may_wait = last is None or not self._sat_out.issuperset(use.rid for use in uses)
+            left = min(
+                left, max(least, _filled(self._tenant(processor.tenant), self._tenant_growth) if may_wait else 0.0)
+            )
         return max(0.0, left)
 
     def _spend(self, uses: Collection[ProcessorUse], seconds: float) -> None:
         rids = {use.rid: use for use in uses}
-        tenant = self._tenant(next(iter(uses)).processor.tenant)
-        for bucket in (tenant, *map(self._bucket, rids.values())):
-            bucket.left = self._filled(bucket) - seconds
+        spent = [(self._tenant(next(iter(uses)).processor.tenant), self._tenant_growth)]
+        spent += [(bucket, self._growth) for bucket in map(self._bucket, rids.values())]
+        for bucket, growth in spent:
+            bucket.left = _filled(bucket, growth) - seconds
             bucket.used += seconds
 
     def _bucket(self, use: ProcessorUse) -> _Bucket:
@@ -228,15 +242,17 @@ class Allowances(DeferredCalls):
     def _tenant(self, tenant: str) -> _Bucket:
         if tenant not in self._tenants and len(self._tenants) >= self._most_tenants:
             # A full one is like that of a new tenant.
-            self._tenants = {name: each for name, each in self._tenants.items() if self._filled(each) < BURST}
+            growth = self._tenant_growth
+            self._tenants = {name: each for name, each in self._tenants.items() if _filled(each, growth) < BURST}
             self._most_tenants = max(_MAX_KNOWN, 2 * len(self._tenants))
-        return self._tenants.setdefault(tenant, _Bucket(BURST, self._growth))
+        return self._tenants.setdefault(tenant, _Bucket(BURST, self._tenant_growth))
 
-    def _filled(self, bucket: _Bucket) -> float:
-        """Return what is left of an allowance now."""
-        bucket.left = min(BURST, bucket.left + self._growth - bucket.at)
-        bucket.at = self._growth
-        return bucket.left
+
+def _filled(bucket: _Bucket, growth: float) -> float:
+    """Return what is left of an allowance, which has grown by `growth` since the start of the engine."""
+    bucket.left = min(BURST, bucket.left + growth - bucket.at)
+    bucket.at = growth
+    return bucket.left
 
 
 def _uses(group: ProcessorGroup) -> list[ProcessorUse]:

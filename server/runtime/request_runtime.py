@@ -328,6 +328,7 @@ class RequestRuntime:
         for row, request in late.items():
             if row in deferred:
                 request.called_at = -1  # their remaining processors are called when they go on
+                self._allowances.sits_out(request.rid)
             else:
                 request.fault = request.fault or self._allowances.too_slow(request.uses, self._share_setting)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from logitship.server.runtime import allowances
-from logitship.server.runtime.allowances import BURST, MEMORY, MIN_NEW, MIN_START, PAUSE, Allowances
+from logitship.server.runtime.allowances import BURST, MEMORY, MIN_NEW, MIN_SLOW, MIN_START, PAUSE, Allowances
 
 
 class Clock:
@@ -91,6 +91,19 @@ def test_requests_get_a_little_when_others_have_used_up_the_tenants() -> None:
     for number in range(4):
         steps.call(FakeGroup(str(number), name=str(number)), 5.0)
     assert steps.call(FakeGroup("honest", name="honest"), MIN_NEW)
+
+
+def test_steps_wait_no_longer_for_requests_that_can_sit_out() -> None:
+    """Once one has sat out, a step waits a moment for its next call, and as before when that ended in time."""
+    steps, slow, other = Steps(), FakeGroup("slow", name="slow"), FakeGroup("other", name="slow")
+    assert not steps.call(slow, 50.0)
+    steps.allowances.sits_out("slow")
+    for _ in range(100):
+        steps.call(FakeGroup("plain", name="plain"), 0.0)
+    assert not steps.call(slow, MIN_SLOW + 0.001)
+    assert steps.call(other, 0.05)  # it has not sat out
+    assert steps.call(slow, MIN_SLOW)
+    assert steps.call(slow, 0.1)
 
 
 def test_slow_request_is_told_what_it_used() -> None:
