@@ -223,6 +223,16 @@ class ProcessorCache:
             timer.start()
             self._timer = timer
 
+    def unload(self, processor: LoadedProcessor) -> None:
+        """Unload a processor that was released, unless somebody has acquired it again."""
+        key = (processor.tenant, processor.digest)
+        with self._lock:
+            entry = self._entries.get(key)
+            if entry is None or entry.users or entry.processor is not processor:
+                return
+            dropped = self._drop(key)
+        self._executor.unload(dropped)
+
     def evict_with_artifacts(self, tenant: str) -> bool:
         """Unload the tenant's least recently used idle processor that has artifacts. Return whether there was one."""
         with self._lock:

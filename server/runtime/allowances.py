@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from logitship.client.errors import ProcessorFault
 from logitship.sampler.processors.deferred_calls import DeferredCall, DeferredCalls, EndlessPatience
-from logitship.sampler.processors.executor import Run
+from logitship.sampler.processors.executor import LoadedProcessor, Run
 from logitship.sampler.processors.processor_groups import ProcessorGroup, ProcessorUse
 from logitship.server.metrics.engine_stats import MAX_TENANTS, OTHER
 
@@ -38,6 +39,8 @@ MIN_START = 0.001
 """Allowance with which the next request of a class starts that was too slow many times."""
 PAUSE = 1.0
 """Seconds for which no request begins with a class for which one has ended: its prompt costs the others a step."""
+MAX_ABANDONED = 2
+"""Calls of a tenant that go on though their requests have ended: a first call may prepare something for the next."""
 MAX_STEP = 1.0
 """Longest time between two steps that counts as the engine's own. Without requests, it waits."""
 MEMORY = 16
@@ -190,6 +193,21 @@ class Allowances(DeferredCalls):
                 if call.run.wait(min(self._left(needed), MAX_STEP)):
                     self._end(call)
                 self._spend(needed, self._clock() - began)
+
+    def surplus(self) -> list[LoadedProcessor]:
+        """Return the processors of calls whose requests have ended, but for the tenants' latest ones.
+
+        Each takes time from the engine's cores until it is killed for its CPU time.
+        """
+        count: Counter[str] = Counter()
+        found = []
+        for call in reversed(self._calls):
+            processor = call.group.processor
+            if all(owner.executor_row is None for owner in call.owners):
+                count[processor.tenant] += 1
+                if count[processor.tenant] > MAX_ABANDONED:
+                    found.append(processor)
+        return found
 
     def too_slow(self, uses: Sequence[ProcessorUse], setting: str) -> ProcessorFault:
         """Return the fault of a request that a step no longer waits for. New ones with its processors are paused.

@@ -266,6 +266,11 @@ class PluginProcessors:
             self._loader.release(use.processor)
             self.in_use -= 1
 
+    def unload(self, processors: Iterable[LoadedProcessor]) -> None:
+        """End processors now that nobody uses."""
+        for processor in processors:
+            self._loader.cache.unload(processor)
+
     def start_metrics(self, logger: logging.Logger, allowances: Allowances | None = None) -> None:
         """Let the engine's `/metrics` have those of this process, if it has one.
 

@@ -235,6 +235,7 @@ class RequestRuntime:
         self._shipped.close_absent()  # preempted requests had no row
         if self._processors is not None:
             self._processors.release(use for request in finished for use in request.uses)
+            self._processors.unload(self._allowances.surplus())
 
     def plain_step(self) -> None:
         """Record a step without processors, whose requests may wait for those of other steps."""

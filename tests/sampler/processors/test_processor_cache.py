@@ -342,6 +342,22 @@ def test_clear_keeps_processors_in_use() -> None:
     assert cache.stats().entries == 0
 
 
+def test_released_processor_is_unloaded_on_request() -> None:
+    executor = CountingExecutor()
+    cache = ProcessorCache(executor, max_entries=3, max_bytes=100)
+    processor = cache.acquire(string("A"))
+    cache.unload(processor)  # in use
+    assert executor.unloaded == []
+    cache.release(processor)
+    cache.unload(processor)
+    cache.unload(processor)  # it is gone
+    assert executor.unloaded == ["A"]
+    again = cache.acquire(string("A"))
+    cache.release(again)
+    cache.unload(processor)  # the one before
+    assert executor.unloaded == ["A"]
+
+
 def test_idle_processors_are_unloaded_after_the_timeout() -> None:
     """The clock is set by hand."""
     now = 0.0

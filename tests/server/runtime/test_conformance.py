@@ -216,6 +216,26 @@ def test_slow_request_ends_and_others_continue(engine: type[PluginEngine], monke
     fake.processors.close()
 
 
+LOOPS = shipped("Loops", "while True: pass")
+
+
+@pytest.mark.thorough  # as above
+@on(tuple(engine for engine in BATCHED if not engine.defers))
+def test_calls_of_requests_that_have_ended_are_killed(
+    engine: type[PluginEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the latest two of a tenant."""
+    monkeypatch.setattr(allowances, "BURST", 0.1)
+    fake = engine(processor_isolation="sandbox")
+    plain, loops = Job("plain", first=None, tokens=60), [Job(f"{n}", source=LOOPS, own=n + 1) for n in range(5)]
+    assert fake.run(0, plain, *loops)["plain"] == fake.expected(plain)
+    assert fake.ends.keys() == {job.rid for job in loops}
+    fake.runtime.begin_step()
+    assert len(fake.runtime._allowances) == 2
+    assert fake.processors._loader.cache_stats().entries == 2
+    fake.processors.close()
+
+
 @pytest.mark.thorough  # as above
 @on(DEFERRING)
 def test_slow_request_sits_out_until_its_sandbox_ends(
