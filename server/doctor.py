@@ -119,8 +119,8 @@ def diagnose_vllm(http: httpx.Client) -> Diagnosis:
         httpx.HTTPError: there is no answer, or one that vLLM does not give.
     """
     version = _version(http, "/version")
-    if version is None:
-        raise httpx.HTTPError("the server does not tell its version at /version")
+    if version is None or '"owned_by":"vllm"' not in http.get("/v1/models").text.replace(" ", ""):
+        raise httpx.HTTPError("it tells no version at /version, or its models are not owned by vllm")
     answer = http.get("/v1/processors")
     if answer.status_code == httpx.codes.NOT_FOUND:
         return Diagnosis("vLLM", version, PluginState.IS_ABSENT, "ignored")

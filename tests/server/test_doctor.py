@@ -140,7 +140,8 @@ def test_vllm(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def answer(request: httpx.Request) -> httpx.Response:
-        return listing if request.url.path == "/v1/processors" else httpx.Response(200, json={"version": "0.33.0"})
+        others = {"version": "0.33.0", "data": [{"owned_by": "vllm"}]}
+        return listing if request.url.path == "/v1/processors" else httpx.Response(200, json=others)
 
     client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
     monkeypatch.setattr(doctor.httpx, "Client", lambda **options: client)
@@ -152,8 +153,7 @@ def test_vllm(
 
 def test_untested_version() -> None:
     def answer(request: httpx.Request) -> httpx.Response:
-        body = {"data": []} if request.url.path == "/v1/processors" else {"version": "0.40.1"}
-        return httpx.Response(200, json=body)
+        return httpx.Response(200, json={"version": "0.40.1", "data": [{"owned_by": "vllm"}]})
 
     with httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer)) as http:
         assert "The plugin is tested with vLLM 0.32.0 and 0.33.0." in diagnose_vllm(http).text
