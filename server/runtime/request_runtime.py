@@ -61,6 +61,7 @@ class RequestRuntime:
         self.edited: list[int] = []
         self._seat = seat
         self._ranks = worker.ranks
+        self._max_rows = worker.max_rows
         self._processors = worker.processors
         self._logger = worker.logger
         self._audit_log = worker.audit_log
@@ -275,7 +276,10 @@ class RequestRuntime:
         while running := self._next_depth(logits, running, tree_of):
             self.behind_drafts |= running
             running = {row: each for row, each in running.items() if each.runs}
-            self._edit(logits, running)
+            places = [*running]
+            # Where trees branch, a depth has more rows than the step has requests.
+            for first in range(0, len(places), self._max_rows):
+                self._edit(logits, {row: running[row] for row in places[first : first + self._max_rows]})
         for row, tree in trees.items():
             for copy, original in tree.copies.items():
                 state = self.behind_drafts.get(row + original)

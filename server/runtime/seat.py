@@ -58,6 +58,7 @@ class EngineWorker(Generic[RanksT_co]):
         settings: the plugin's.
         model: the model.
         ranks: the processes that sample the same tokens.
+        max_rows: most rows of a call.
         processors: loads the requests' processors; None on ranks that run none.
         logger: the engine's logger of logitship.
         audit_log: the audit log; None if there is none.
@@ -66,6 +67,7 @@ class EngineWorker(Generic[RanksT_co]):
     settings: PluginSettings
     model: ModelView
     ranks: RanksT_co
+    max_rows: int
     processors: PluginProcessors | None
     logger: logging.Logger
     audit_log: AuditLog | None = None
@@ -94,7 +96,7 @@ def start_engine_worker(
         settings: the plugin's.
         model: the model.
         ranks: the processes that sample the same tokens.
-        max_rows: most rows of a step.
+        max_rows: most rows of a step, without those behind draft tokens.
         logger: the engine's logger of logitship.
         loads_in_background: requests wait outside of the batch while `RequestRuntime.must_wait`.
         params_checker: see `PluginProcessors`.
@@ -103,10 +105,10 @@ def start_engine_worker(
         ValueError: as `for_execution`, or the audit log cannot be written.
     """
     if not ranks.is_first:
-        return EngineWorker(settings, model, ranks, None, logger)
+        return EngineWorker(settings, model, ranks, max_rows, None, logger)
     audit_log = None if settings.audit_log is None else AuditLog(settings.audit_log)
     processors = for_execution(settings, model, max_rows, logger, loads_in_background, params_checker=params_checker)
-    return EngineWorker(settings, model, ranks, processors, logger, audit_log)
+    return EngineWorker(settings, model, ranks, max_rows, processors, logger, audit_log)
 
 
 class EngineSeat(Protocol):

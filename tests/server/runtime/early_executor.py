@@ -18,7 +18,7 @@ from logitship.sampler.processors.executor import (
 from logitship.sampler.processors.in_process_executor import InProcessExecutor
 from logitship.sampler.processors.request_view import ModelView
 
-from .fake_engine import VOCAB_SIZE
+from .fake_engine import MAX_ROWS, VOCAB_SIZE
 
 
 class CountedRow:
@@ -117,6 +117,7 @@ class EarlyExecutor(InProcessExecutor):
         num_early: calls that began so.
         unfinished: calls that have not finished.
         attached: rows that are not closed, forks too.
+        most_rows: most rows of a call so far.
     """
 
     def __init__(self, vocab_size: int = VOCAB_SIZE) -> None:
@@ -128,9 +129,12 @@ class EarlyExecutor(InProcessExecutor):
         self.num_early = 0
         self.unfinished: list[GivenRun] = []
         self.attached: set[CountedRow] = set()
+        self.most_rows = 0
 
     def attach(self, processor: LoadedProcessor, sequence: ExecutorSequence) -> CountedRow:
         return CountedRow(self, super().attach(processor, sequence))
 
     def group(self, processor: LoadedProcessor, rows: Sequence[Any]) -> Any:
+        self.most_rows = max(self.most_rows, len(rows))
+        assert self.most_rows <= MAX_ROWS  # as many fit into the shared memory of a sandbox
         return EarlyGroup(self, super().group(processor, [row.row for row in rows]), len(rows))

@@ -391,7 +391,7 @@ class BatchedEngine(PluginEngine):
         runs = self.processors if ranks.is_first else None
         self.num_dropped = 0
         log = None if self.settings.audit_log is None else AuditLog(self.settings.audit_log)
-        self._start(EngineWorker(self.settings, self.model, ranks, runs, self.logger, log))  # type: ignore[arg-type]
+        self._start(EngineWorker(self.settings, self.model, ranks, MAX_ROWS, runs, self.logger, log))  # type: ignore[arg-type]
 
     def _run(self, jobs: Sequence[Job]) -> dict[str, list[int]]:
         requests = [self.request(job) for job in jobs]

@@ -25,7 +25,17 @@ from tests.server.sglang.fake_sglang import Sglang, SglangDrafts
 from tests.server.vllm.fake_vllm import Vllm, VllmV2Drafts
 
 from .early_executor import EarlyExecutor, EarlyRun
-from .fake_engine import CHOICE, FOLLOWS, BatchedEngine, FakeEngine, FakeGroup, FakeRequest, Job, PluginEngine
+from .fake_engine import (
+    CHOICE,
+    FOLLOWS,
+    MAX_ROWS,
+    BatchedEngine,
+    FakeEngine,
+    FakeGroup,
+    FakeRequest,
+    Job,
+    PluginEngine,
+)
 from .fake_engines import BATCHED, DEFERRING, DRAFTING, EARLY, ENGINES, PLUGINS, Own
 
 Test = TypeVar("Test", bound=Callable[..., None])
@@ -316,6 +326,18 @@ def test_error_behind_an_accepted_draft_ends_its_request_after_it(
     fake.step(x)
     assert x.visible == output
     assert fake.is_failed(x)
+
+
+@random_seeds(6)
+def test_branches_of_drafts_are_more_rows_than_requests(seed: int) -> None:
+    """A sandbox has room for as many rows as an engine has requests."""
+    executor = EarlyExecutor()
+    fake = SglangDrafts(executor)
+    jobs = [Job(str(number), prompt=number + 1, tokens=20, source=FOLLOWS) for number in range(12)]
+    assert fake.run(seed, *jobs) == {job.rid: fake.expected(job) for job in jobs}
+    assert fake.receipts == {job.rid: job.tokens for job in jobs}
+    assert executor.most_rows == MAX_ROWS
+    assert not executor.attached
 
 
 @on(DRAFTING)
