@@ -38,7 +38,7 @@ SHIPPING_KEY_HEADER = "x-logitship-shipping-key"
 """Header of a shipping key, for servers whose `Authorization` is SGLang's own API key."""
 _SPECULATION = (
     "custom_logit_processor: this server decodes speculatively, with an algorithm whose drafts processors cannot "
-    "follow; they can follow NGRAM"
+    "follow; they can follow NGRAM, EAGLE, EAGLE3, NEXTN and STANDALONE"
 )
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 _TRUE = ("true", "1", "yes", "y")
 """Values of an environment variable that set it, as in SGLang's `EnvBool`."""
+_FOLLOWED = ("NGRAM", "EAGLE", "EAGLE3", "STANDALONE")
+"""Algorithms whose draft tokens SGLang verifies with `eagle_sample`; NEXTN is EAGLE."""
 
 
 def resolved_arguments(server_args: Any) -> Any:
@@ -72,9 +74,9 @@ def check_configuration(arguments: Any) -> None:
 
 
 def skips_processors(arguments: Any) -> bool:
-    """Return whether SGLang decodes speculatively in a way that processors cannot follow: not with NGRAM.
+    """Return whether SGLang decodes speculatively in a way that processors cannot follow.
 
     Args:
         arguments: those of `resolved_arguments`.
     """
-    return arguments.speculative_algorithm not in (None, "NGRAM")
+    return arguments.speculative_algorithm not in (None, *_FOLLOWED)

@@ -82,8 +82,8 @@ def test_server_without_processors_starts_with_any_configuration(make: Any) -> N
 @pytest.mark.parametrize(
     ("algorithm", "expected"),
     [
-        *((each, False) for each in (None, "NGRAM")),
-        *((each, True) for each in ("EAGLE", "STANDALONE", "DFLASH", "a plugin's")),
+        *((each, False) for each in (None, "NGRAM", "EAGLE", "EAGLE3", "STANDALONE")),
+        *((each, True) for each in ("DFLASH", "FROZEN_KV_MTP", "UNO", "a plugin's")),
     ],
 )
 def test_which_speculation_skips_processors(algorithm: str | None, expected: bool) -> None:

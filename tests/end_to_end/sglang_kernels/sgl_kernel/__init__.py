@@ -1,4 +1,4 @@
-"""The kernels that NGRAM speculation needs on a CPU, in torch; other names resolve, and calling one raises.
+"""The kernels that speculation needs on a CPU, in torch; other names resolve, and calling one raises.
 
 SGLang builds its CPU kernels from source: no package index has them.
 """
@@ -39,6 +39,80 @@ def assign_req_to_token_pool_cpu(
     for row, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         req_to_token[row, start:end] = out_cache_loc[used : used + end - start].to(req_to_token.dtype)
         used += end - start
+
+
+def assign_draft_cache_locs_contiguous_cpu(
+    req_pool_indices: torch.Tensor,
+    req_to_token: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out_cache_loc: torch.Tensor,
+    pool_len: int,
+    topk: int,
+    num_steps: int,
+) -> None:
+    """Write the places in the KV cache of each request's next draft tokens."""
+    rows = zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
+    places = torch.cat([req_to_token[row, length : length + topk * num_steps] for row, length in rows])
+    out_cache_loc[: len(places)] = places
+
+
+def fill_bonus_tokens_cpu(
+    accept_tokens: torch.Tensor, accept_lens: torch.Tensor, bonus_tokens: torch.Tensor, accept_stride: int
+) -> None:
+    """Write the last accepted token of each request."""
+    bonus_tokens[:] = accept_tokens.view(-1, accept_stride).gather(1, accept_lens.long()[:, None] - 1).flatten()
+
+
+def build_tree_kernel_efficient_cpu(
+    parent_list: torch.Tensor,
+    selected_index: torch.Tensor,
+    seq_lens: torch.Tensor,
+    tree_mask: torch.Tensor,
+    positions: torch.Tensor,
+    retrieve_index: torch.Tensor,
+    retrieve_next_token: torch.Tensor,
+    retrieve_next_sibling: torch.Tensor,
+    topk: int,
+    depth: int,
+    draft_token_num: int,
+    tree_mask_mode: int,
+) -> None:
+    """Write the tree of each request: a mask of ancestors, the positions, and the links to children and siblings.
+
+    Args:
+        parent_list: for each group of `topk` candidates after the first, the candidate that they follow.
+        selected_index: the candidate of each node but the root.
+        seq_lens: number of tokens before each root.
+        tree_mask: bool [requests, nodes, nodes] in any shape: who sees whom.
+        positions: those of all nodes.
+        retrieve_index: the row of each node.
+        retrieve_next_token: the first child of each node; -1: none.
+        retrieve_next_sibling: the next sibling of each node; -1: none.
+        topk: number of candidates behind each.
+        depth: of the tree, unused.
+        draft_token_num: number of nodes.
+        tree_mask_mode: unused; on a CPU the mask has the nodes alone.
+    """
+    masks = tree_mask.view(-1, draft_token_num, draft_token_num)
+    masks[:] = False
+    for request, length in enumerate(seq_lens.tolist()):
+        candidates, groups = selected_index[request].tolist(), parent_list[request].tolist()
+        nodes = {candidate: node for node, candidate in enumerate(candidates, 1)}
+        # Like SGLang's kernel, a node whose parent was not selected, which has the same probability, is ignored.
+        parents = [-1, *(nodes.get(groups[each // topk], -1) if each >= topk else 0 for each in candidates)]
+        first = request * draft_token_num
+        for node, parent in enumerate(parents):
+            retrieve_index[request, node] = first + node
+            masks[request, node, node] = True
+            if parent >= 0:
+                masks[request, node] |= masks[request, parent]
+            positions[first + node] = length + int(masks[request, node].sum()) - 1
+        for node in range(draft_token_num - 1, 0, -1):
+            parent = parents[node]
+            if parent < 0:
+                continue
+            retrieve_next_sibling[request, node] = retrieve_next_token[request, parent]
+            retrieve_next_token[request, parent] = node
 
 
 def copy_all_layer_kv_cache_cpu(
