@@ -37,7 +37,7 @@ from tests.helpers.random_cases import random_seeds
 
 VOCAB = 12
 CPU = torch.device("cpu")
-STEPS = 1500
+STEPS = 750
 NewRequest = Callable[..., Any]
 Tokens = Sequence[int]
 
@@ -331,7 +331,7 @@ def new_schedule(new_request: NewRequest) -> Callable[[int], Schedule]:
 
 
 @pytest.mark.slow
-@random_seeds(6, shares_fixtures=True)
+@random_seeds(12, shares_fixtures=True)
 def test_every_processor_state_follows_batch(seed: int, new_schedule: Callable[[int], Schedule]) -> None:
     schedule = new_schedule(seed)
     noise = torch.Generator().manual_seed(seed)

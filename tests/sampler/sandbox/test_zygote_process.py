@@ -164,6 +164,7 @@ def test_tokenizer_that_cannot_be_pickled() -> None:
     zygote.close()
 
 
+@pytest.mark.thorough
 def test_launcher_that_does_not_start(capfd: pytest.CaptureFixture[str]) -> None:
     zygote = make("logitship.no_such_module:NAMES")
     with pytest.raises(ZygoteError, match=r"does not start .* standard error output"):

@@ -51,6 +51,7 @@ def test_prints_are_shown(check: Check) -> None:
     assert report.to_dict()["printed"] == report.printed
 
 
+@pytest.mark.thorough
 def test_second_params_are_derived(check: Check, good: type[CustomLogitProcessor]) -> None:
     report = check(good, {"token_ids": [30]})
     assert (report.params, report.num_given_params) == ([{"token_ids": [30]}, {"token_ids": [31]}], 1)

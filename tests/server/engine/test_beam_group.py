@@ -285,7 +285,7 @@ def replayed(string: SourceProcessor, params: Callable[[], dict[str, Any]]) -> E
     return edit
 
 
-@pytest.mark.parametrize("isolation", ["none", "sandbox"])
+@pytest.mark.parametrize("isolation", ["none", pytest.param("sandbox", marks=pytest.mark.thorough)])
 def test_processor_state_follows_its_beam(make_engine: BuildEngine, loaded_model: LoadedModel, isolation: str) -> None:
     searches = [BeamSearch(2), BeamSearch(4, 0.6), BeamSearch(3, 1.0, True)]
     edit = replayed(CHECKS_HISTORY, lambda: {"calls": []})
@@ -400,7 +400,7 @@ def test_searches_wait_for_all_their_slots(make_engine: BuildEngine) -> None:
     assert_free(engine)
 
 
-@pytest.mark.parametrize("isolation", ["none", "sandbox"])
+@pytest.mark.parametrize("isolation", ["none", pytest.param("sandbox", marks=pytest.mark.thorough)])
 async def test_abort_frees_slots_and_rows(make_engine: BuildEngine, isolation: str) -> None:
     engine = make_engine(max_num_seqs=4, processor_isolation=isolation)
     processors: list[Any] = [(CHECKS_HISTORY, {"calls": []})]
@@ -427,7 +427,7 @@ async def test_closing_the_stream_cancels_the_search(make_engine: BuildEngine) -
     assert_free(engine)
 
 
-@pytest.mark.parametrize("isolation", ["none", "sandbox"])
+@pytest.mark.parametrize("isolation", ["none", pytest.param("sandbox", marks=pytest.mark.thorough)])
 def test_uncopyable_state_ends_its_request(make_engine: BuildEngine, isolation: str) -> None:
     engine = make_engine(processor_isolation=isolation, max_num_seqs=6)
     wanted = [

@@ -223,7 +223,7 @@ def test_several_continuations(make_engine: BuildEngine, late_executor: LateExec
     )
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.thorough)])
 def test_sequences_that_take_turns(
     make_engine: BuildEngine, late_executor: LateExecutor, monkeypatch: pytest.MonkeyPatch, n: int
 ) -> None:
@@ -250,6 +250,7 @@ def test_sequences_that_take_turns(
     assert left_out > 20
 
 
+@pytest.mark.thorough
 def test_speculative_decoding(
     make_engine: BuildEngine, late_executor: LateExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -122,7 +122,7 @@ SETTINGS: dict[str, Any] = {
 """Steps wait for all calls, so that they do not depend on how busy the machine is."""
 
 
-@pytest.mark.parametrize("count", [4, 6, 8])
+@pytest.mark.parametrize("count", [4, *(pytest.param(count, marks=pytest.mark.thorough) for count in (6, 8))])
 def test_row_that_ends_in_a_run_of_a_call_whose_rows_depend_on_each_other(
     make_engine: BuildEngine, tokenizer: Tokenizer, count: int
 ) -> None:
@@ -205,6 +205,7 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, name: str, tenant: str) -> None:
     monkeypatch.setattr(owner, name, failing)
 
 
+@pytest.mark.thorough
 def test_built_in_that_fails_to_restrict_ends_nothing(
     make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,7 +290,8 @@ def honest_requests() -> list[GenerationRequest]:
     ]
 
 
-@pytest.mark.parametrize("wait", [pytest.param(float("inf"), marks=pytest.mark.thorough), 0.2])
+@pytest.mark.thorough
+@pytest.mark.parametrize("wait", [float("inf"), 0.2])
 def test_random_classes_end_no_request_of_others(make_engine: BuildEngine, tokenizer: Tokenizer, wait: float) -> None:
     generator = random.Random(f"{wait}")
     engine = make_engine(**SETTINGS | {"processor_wait": wait})

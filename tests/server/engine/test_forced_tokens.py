@@ -246,7 +246,7 @@ def test_forced_runs_change_nothing(make_engine: BuildEngine, isolation: str, sp
 def forcing(way: str, length: int = 8, **params: Any) -> GenerationRequest:
     """Return a request whose sandboxed processor writes a phrase again and again, after pauses of four tokens."""
     phrase = ProcessorRequest(
-        SourceProcessor(FORCING.format(number=0), "Forcing0"),
+        SourceProcessor(FORCING.format(number=(number := WAYS.index(way))), f"Forcing{number}"),
         {"phrase": list(range(40, 40 + length)), "pause": 4, "way": way},
     )
     return any_request("r", [5, 6], [phrase], **({"max_tokens": 60, "temperature": 0.0} | params))
@@ -256,37 +256,42 @@ def alone(engine: AsyncEngine, request: GenerationRequest) -> Continuation:
     return run_all(engine, [request])["r", 0]
 
 
+@pytest.fixture(scope="module")
+def sandboxed(make_module_engine: BuildEngine) -> AsyncEngine:
+    return make_module_engine(processor_isolation="sandbox")
+
+
 @pytest.mark.parametrize("way", ["fill", "keep", "mask"])
-def test_sandboxed_processor_forces_a_run(make_engine: BuildEngine, way: str) -> None:
-    engine = make_engine(processor_isolation="sandbox")
-    found = alone(engine, forcing(way))
+def test_sandboxed_processor_forces_a_run(sandboxed: AsyncEngine, way: str) -> None:
+    before = sandboxed.stats()
+    found = alone(sandboxed, forcing(way))
+    after = sandboxed.stats()
     # Five phrases of eight tokens. The first token of the first one shows that the processor forces tokens at all.
-    assert found.num_forced == engine.stats().forced >= 4 * 8
-    assert engine.stats().steps <= 60 - 4 * 7 + 2
+    assert found.num_forced == after.forced - before.forced >= 4 * 8
+    assert after.steps - before.steps <= 60 - 4 * 7 + 2
 
 
 @pytest.mark.parametrize("way", ["two", "lowest", "read", "bias"])
-def test_what_leaves_other_tokens_is_not_forced(make_engine: BuildEngine, way: str) -> None:
+def test_what_leaves_other_tokens_is_not_forced(sandboxed: AsyncEngine, way: str) -> None:
     """The lowest finite number leaves a token possible, if barely."""
-    engine = make_engine(processor_isolation="sandbox")
-    alone(engine, forcing(way, temperature=1.0, seed=3))
-    assert engine.stats().forced == 0
+    before = sandboxed.stats().forced
+    alone(sandboxed, forcing(way, temperature=1.0, seed=3))
+    assert sandboxed.stats().forced == before
 
 
 def test_processor_that_forces_nothing_is_not_looked_at(
-    make_engine: BuildEngine, monkeypatch: pytest.MonkeyPatch
+    sandboxed: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looked_at = []
     draft = Drafter.draft
     monkeypatch.setattr(Drafter, "draft", lambda self, rows: looked_at.append(rows) or draft(self, rows))
-    engine = make_engine(processor_isolation="sandbox")
-    alone(engine, forcing("bias"))
+    alone(sandboxed, forcing("bias"))
     assert not looked_at
-    alone(engine, forcing("fill"))
+    alone(sandboxed, forcing("fill"))
     assert looked_at
 
 
-@pytest.mark.parametrize(("most", "steps"), [(0, 60), (1, 40), (3, 30)])
+@pytest.mark.parametrize(("most", "steps"), [(0, 60), pytest.param(1, 40, marks=pytest.mark.thorough), (3, 30)])
 def test_runs_are_bounded(make_engine: BuildEngine, most: int, steps: int) -> None:
     engine = make_engine(processor_isolation="sandbox", max_forced_run=most)
     found = alone(engine, forcing("fill"))
@@ -423,14 +428,13 @@ SLEEPING = shipped_by_row(
 )
 
 
-def test_processor_that_blocks_ahead_of_the_model(make_engine: BuildEngine) -> None:
+def test_processor_that_blocks_ahead_of_the_model(sandboxed: AsyncEngine) -> None:
     """No step is planned meanwhile, as its sequence is the only one; the deadline ends its call nevertheless."""
-    engine = make_engine(processor_isolation="sandbox")
-    found = alone(engine, replace(forcing("fill"), processors=(ProcessorRequest(SLEEPING, {}),)))
+    found = alone(sandboxed, replace(forcing("fill"), processors=(ProcessorRequest(SLEEPING, {}),)))
     ((kind, _, message, num_tokens),) = found.others[-1:]
     assert (kind, num_tokens) == ("abort", 6)
     assert "gave no answer within 1 s" in message
-    assert len(alone(engine, forcing("fill")).token_ids) == 60
+    assert len(alone(sandboxed, forcing("fill")).token_ids) == 60
 
 
 READING = shipped_by_row(
@@ -454,7 +458,7 @@ def reading(rid: str = "r", **params: Any) -> GenerationRequest:
     return replace(forcing("fill", max_tokens=20, **params), rid=rid, processors=(ProcessorRequest(READING, {}),))
 
 
-@pytest.mark.parametrize("others", [(), ("plain",)])
+@pytest.mark.parametrize("others", [pytest.param((), marks=pytest.mark.thorough), ("plain",)])
 def test_next_request_after_one_that_ended_within_its_run(
     make_engine: BuildEngine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, others: tuple[str, ...]
 ) -> None:

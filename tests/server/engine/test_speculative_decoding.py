@@ -171,7 +171,7 @@ class Oracle:
         return drafts
 
 
-@pytest.fixture(scope="module", params=["none", "sandbox"])
+@pytest.fixture(scope="module", params=["none", pytest.param("sandbox", marks=pytest.mark.thorough)])
 def isolation(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

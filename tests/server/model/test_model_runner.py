@@ -81,7 +81,7 @@ def run(num_threads: int, team_exists: bool = False) -> tuple[dict[str, Any], di
     return before, within, after, own
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.skipif(len(CORES) == 1, reason="needs several cores")
 def test_each_thread_of_the_team_gets_a_core() -> None:
     before, within, after, own = run(len(CORES))
