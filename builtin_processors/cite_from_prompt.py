@@ -93,7 +93,7 @@ class _Cells:
         cls, boosted: Sequence[tuple[int, npt.NDArray[np.int64], float]], vocab_size: int, device: torch.device
     ) -> _Cells:
         """Build from (row, token ids, boost)."""
-        to_device = copies_to(device, pin_memory=device.type == "cuda")
+        to_device = copies_to(device)
         boosts = np.array([boost for _, _, boost in boosted], dtype=np.float32)
         return cls(
             to_device(np.concatenate([row * vocab_size + tokens for row, tokens, _ in boosted])),

@@ -417,6 +417,6 @@ def mask_tokens(logits: torch.Tensor, words: Words) -> None:
         forbidden = np.unpackbits(~octets, axis=1, bitorder="little", count=logits.shape[1])
         logits.masked_fill_(torch.from_numpy(forbidden).view(torch.bool), -torch.inf)
         return
-    packed = copies_to(device, pin_memory=device.type == "cuda")(octets)
+    packed = copies_to(device)(octets)
     bits = (packed.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=device)) & 1
     logits.masked_fill_(bits.flatten(1)[:, : logits.shape[1]] == 0, -torch.inf)

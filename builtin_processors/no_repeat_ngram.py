@@ -71,7 +71,7 @@ class DeepseekOCRNoRepeatNGramLogitProcessor(BuiltinProcessor):
             if len(tokens):
                 banned[row] = tokens
         if banned:
-            to_device = copies_to(logits.device, pin_memory=logits.device.type == "cuda")
+            to_device = copies_to(logits.device)
             forbid_tokens(logits, token_positions(banned, to_device))
         return logits
 

@@ -39,7 +39,7 @@ class RowConstants(Generic[R, C]):
 
 def to_device(numbers: Iterable[Any], dtype: npt.DTypeLike, device: torch.device) -> torch.Tensor:
     """Copy numbers, or lists of numbers of equal length, to the device of the logits, without synchronization."""
-    return copies_to(device, pin_memory=device.type == "cuda")(np.array(list(numbers), dtype=dtype))
+    return copies_to(device)(np.array(list(numbers), dtype=dtype))
 
 
 def padded(token_lists: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
@@ -48,4 +48,4 @@ def padded(token_lists: Sequence[Sequence[int]], device: torch.device) -> torch.
     for row, tokens in enumerate(token_lists):
         cells[row, : len(tokens)] = tokens
         cells[row, len(tokens) :] = tokens[0]
-    return copies_to(device, pin_memory=device.type == "cuda")(cells)
+    return copies_to(device)(cells)

@@ -13,7 +13,7 @@ from logitship.sampler.device_tensor import TokenPositions, copies_to, token_pos
 
 def on_device(rows: npt.ArrayLike, columns: npt.ArrayLike, device: torch.device) -> TokenPositions:
     """Return rows, with a token id each, as an index into logits on `device`."""
-    to_device = copies_to(device, pin_memory=device.type == "cuda")
+    to_device = copies_to(device)
     return to_device(np.asarray(rows, dtype=np.int64)), to_device(np.asarray(columns, dtype=np.int64))
 
 
@@ -50,7 +50,7 @@ def keep_only(logits: torch.Tensor, kept: Mapping[int, npt.NDArray[np.int64]]) -
     """
     if not kept:
         return
-    to_device = copies_to(logits.device, pin_memory=logits.device.type == "cuda")
+    to_device = copies_to(logits.device)
     if sum(map(len, kept.values())) > logits.numel() * _MANY:
         logits.masked_fill_(to_device(_all_but(kept, logits.shape)), -torch.inf)
         return

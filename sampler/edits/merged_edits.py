@@ -151,11 +151,6 @@ def edit_layers(groups: Sequence[tuple[Sequence[int], GroupEdits]], vocab_size: 
     return layers
 
 
-def is_cpu(logits: torch.Tensor) -> bool:
-    """Return whether logits are on the CPU, where many small operations cost less than copies."""
-    return logits.is_cpu
-
-
 class _Target:
     """The logits that layers are applied to, and the registers of the calls.
 
@@ -167,7 +162,7 @@ class _Target:
     def __init__(self, logits: torch.Tensor, num_calls: int) -> None:
         self._logits = logits
         # For the few positions of an edit, NumPy takes a fraction of the time that PyTorch takes.
-        self._array = logits.numpy() if is_cpu(logits) else None
+        self._array = logits.numpy() if logits.is_cpu else None
         self.vocab_size: int = logits.shape[-1] if self._array is None else self._array.shape[-1]
         self.registers: list[dict[int, SavedValues]] = [{} for _ in range(num_calls)]
 
@@ -277,7 +272,7 @@ class _Target:
         return operand if self._array is not None else self._to_device(np.array([operand], np.float32))
 
     def _to_device(self, array: npt.NDArray[Any]) -> torch.Tensor:
-        return copies_to(self._logits.device, pin_memory=True)(array)
+        return copies_to(self._logits.device)(array)
 
     def _positions(self, layer: Sequence[Any]) -> _Long:
         """Return the positions in the batch of those that edits name in the rows of their calls."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from .sampler_op import SamplerOp, SamplingRow
@@ -26,7 +27,7 @@ class GreedySampling(SamplerOp[bool, torch.Tensor]):
 
     def prepare(self, states: Mapping[int, bool]) -> torch.Tensor:
         """Return the rows: int64 [n]."""
-        return torch.tensor([*states], dtype=torch.int64).to(self._device)
+        return self._to_device(np.array([*states], dtype=np.int64))
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int] | None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return each row's largest logit, [rows, 1], and the greedy rows' tokens, int64 [rows]; others have 0."""

@@ -11,6 +11,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 import torch
 
+from logitship.sampler.device_tensor import copies_to, to_cpu
 from logitship.sampler.sampling_params import SamplingParams
 
 from .candidates import top_candidates
@@ -74,10 +75,15 @@ def look_up(
     """Look up tokens as `token_logprobs` does, from log-probabilities instead of logits: float32 [rows, vocab]."""
     if not token_ids:
         return []
-    tokens = torch.tensor(token_ids, dtype=torch.int64).to(logprobs.device)
+    tokens = copies_to(logprobs.device)(np.array(token_ids, dtype=np.int64))
     chosen = logprobs.gather(-1, tokens[:, None])
     top_values, top_ids = _most_likely(logprobs, max(top))
-    ranks = _ranks(logprobs, chosen, top_values)
+    if logprobs.device.type == "cpu":
+        ranks = _ranks(logprobs, chosen, top_values)
+    else:
+        above = (logprobs > chosen).sum(dim=-1, keepdim=True)
+        chosen, above, top_values, top_ids = to_cpu(chosen, above, top_values, top_ids)
+        ranks = (above[:, 0] + 1).tolist()
     return [
         RowLogprobs(token_id, logprob, rank, tuple(zip(ids[:k], values[:k], strict=True)), named)
         for token_id, logprob, rank, ids, values, k, named in zip(
@@ -99,13 +105,13 @@ def _named(logprobs: torch.Tensor, requested: Sequence[Sequence[int]]) -> list[t
     if not rows:
         return [()] * len(requested)
     tokens = [token for each in requested for token in each]
-    places = torch.tensor([rows, tokens], dtype=torch.int64).to(logprobs.device)
+    places = copies_to(logprobs.device)(np.array([rows, tokens], dtype=np.int64))
     values = iter(zip(tokens, logprobs[places[0], places[1]].tolist(), strict=True))
     return [tuple(islice(values, len(each))) for each in requested]
 
 
 def _ranks(logprobs: torch.Tensor, chosen: torch.Tensor, top_values: torch.Tensor) -> list[int]:
-    """Return each row's rank: 1 plus the number of values above the row's chosen one.
+    """Return each row's rank: 1 plus the number of values above the row's chosen one. All on the CPU.
 
     Args:
         logprobs: float32 [rows, vocab].
@@ -118,19 +124,11 @@ def _ranks(logprobs: torch.Tensor, chosen: torch.Tensor, top_values: torch.Tenso
     if further:
         # A view if these are all rows.
         rows = slice(None) if len(further) == len(above) else further
-        counts = _count_above(logprobs[rows], chosen[rows]).tolist()
-        for row, count in zip(further, counts, strict=True):
-            above[row] = count
-    return [count + 1 for count in above]
-
-
-def _count_above(logprobs: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
-    """Count the values of each row above the row's limit, [rows, 1]: int64 [rows]."""
-    if logprobs.device.type == "cpu":
         # Up to ten times faster than PyTorch's sum, which first converts each bool.
-        rows = zip(logprobs.numpy(), limits.numpy(), strict=True)
-        return torch.tensor([np.count_nonzero(row > limit) for row, limit in rows])
-    return (logprobs > limits).sum(dim=-1)
+        values, limits = logprobs[rows].numpy(), chosen[rows].numpy()
+        for row, row_values, limit in zip(further, values, limits, strict=True):
+            above[row] = np.count_nonzero(row_values > limit)
+    return [count + 1 for count in above]
 
 
 def _most_likely(logprobs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -229,7 +227,7 @@ class Logprobs(SamplerOp[SamplingParams, dict[LogprobsPoint, LogprobRows]]):
         for row, params in states.items():
             by_point.setdefault(_point(params), {})[row] = params
         return {
-            point: LogprobRows(torch.tensor([*rows], dtype=torch.int64).to(self._device), rows)
+            point: LogprobRows(self._to_device(np.array([*rows], dtype=np.int64)), rows)
             for point, rows in by_point.items()
         }
 

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from logitship.sampler.allowed_tokens import AllowedTokens, Words, mask_of
+from logitship.sampler.device_tensor import copies_to
 
 from .sampler_op import SamplerOp, SamplingRow
-
-
-def forbidden_tokens(allowed_token_ids: Collection[int], vocab_size: int, device: torch.device) -> torch.Tensor:
-    """Return a mask, bool [vocab], True at every token outside `allowed_token_ids`."""
-    forbidden = torch.ones(vocab_size, dtype=torch.bool, device=device)
-    # NumPy reads a whole vocabulary in milliseconds, `torch.tensor` in tens of them.
-    allowed = np.fromiter(allowed_token_ids, dtype=np.int64, count=len(allowed_token_ids))
-    forbidden[torch.from_numpy(allowed).to(device)] = False
-    return forbidden
 
 
 class AllowedTokensMask(SamplerOp[tuple[torch.Tensor, Words], Mapping[int, tuple[torch.Tensor, Words]]]):
@@ -34,7 +26,9 @@ class AllowedTokensMask(SamplerOp[tuple[torch.Tensor, Words], Mapping[int, tuple
         allowed = row.params.allowed_token_ids
         if allowed is None:
             return None
-        return forbidden_tokens(allowed, self._vocab_size, self._device), mask_of(allowed, self._vocab_size)
+        forbidden = np.ones(self._vocab_size, dtype=np.bool_)
+        forbidden[np.fromiter(allowed, dtype=np.int64, count=len(allowed))] = False
+        return self._to_device(forbidden), mask_of(allowed, self._vocab_size)
 
     def apply(self, logits: torch.Tensor, rows: Sequence[int] | None) -> None:
         """Mask the tokens, in place: float32 [rows, vocab]."""
@@ -82,7 +76,7 @@ class BadWords:
 
 def mask_tokens(logits: torch.Tensor, rows: Sequence[int], token_ids: Sequence[int]) -> None:
     """Set `logits[rows[i], token_ids[i]]` to -inf for every i, in place."""
-    where = torch.tensor([rows, token_ids], dtype=torch.int64).to(logits.device)
+    where = copies_to(logits.device)(np.array([rows, token_ids], dtype=np.int64))
     logits[where[0], where[1]] = -math.inf
 
 

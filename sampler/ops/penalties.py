@@ -128,7 +128,7 @@ class Penalties(SamplerOp[_PenalizedRow, tuple[dict[int, TokenCounts], npt.NDArr
             np.concatenate([each.output_counts for each in counts.values()]),
             *np.repeat(penalties, lengths, axis=1),
         )
-        apply_penalties(logits, *(torch.from_numpy(array).to(self._device) for array in arrays))
+        apply_penalties(logits, *map(self._to_device, arrays))
 
     def restrict(self, row: int, allowed: AllowedTokens) -> None:
         """Note that penalties may change which token is the most likely one; they keep finite logits finite."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from logitship.client.errors import LogitshipError
@@ -19,7 +20,6 @@ from .top_k_top_p import removes_tokens, top_k_top_p_sample
 
 _PART_SIZE = 2**20
 """Number of probabilities that are processed at a time."""
-_INT64_MAX = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,22 @@ class RandomRows:
 
     Attributes:
         rows: int64 [n], ascending.
-        top_k: int64 [n]; 0 for all tokens. None if the rows use neither top-k nor top-p.
-        top_p: float64 [n].
+        top_k: 0 for all tokens. None if the rows use neither top-k nor top-p.
+        top_p: above 0, at most 1.
         numbers: random numbers by position.
         outputs: the live outputs.
     """
 
     rows: torch.Tensor
-    top_k: torch.Tensor | None
-    top_p: torch.Tensor
+    top_k: list[int] | None
+    top_p: list[float]
     numbers: UniformNumbers
     outputs: list[list[int]]
 
-    def uniform(self) -> torch.Tensor:
+    def uniform(self) -> npt.NDArray[np.float64]:
         """Return this step's random number of each row: float64 [n], in [0, 1)."""
         positions = np.array([len(output) for output in self.outputs], dtype=np.int64)
-        return torch.from_numpy(self.numbers.at(positions)).to(self.rows.device)
+        return self.numbers.at(positions)
 
 
 class RandomSampling(SamplerOp[SamplingRow, list[RandomRows]]):
@@ -74,11 +74,10 @@ class RandomSampling(SamplerOp[SamplingRow, list[RandomRows]]):
 
     def _random_rows(self, states: Mapping[int, SamplingRow], *, filters: bool) -> RandomRows:
         params = [state.params for state in states.values()]
-        top_k = torch.tensor([min(max(each.top_k, 0), _INT64_MAX) for each in params], dtype=torch.int64)
         return RandomRows(
-            rows=torch.tensor([*states], dtype=torch.int64).to(self._device),
-            top_k=top_k.to(self._device) if filters else None,
-            top_p=torch.tensor([each.top_p for each in params], dtype=torch.float64).to(self._device),
+            rows=self._to_device(np.array([*states], dtype=np.int64)),
+            top_k=[max(each.top_k, 0) for each in params] if filters else None,
+            top_p=[each.top_p for each in params],
             numbers=UniformNumbers(np.array([(each.seed or 0) % 2**64 for each in params], dtype=np.uint64)),
             outputs=[state.output_token_ids for state in states.values()],
         )
@@ -106,10 +105,10 @@ class RandomSampling(SamplerOp[SamplingRow, list[RandomRows]]):
             some = logits[part] if len(random.rows) == len(logits) else logits[rows]
             probabilities, some = _softmax(some, rows, faults, out=self._probabilities.rows(0, len(some), some))
             if random.top_k is None:
-                tokens[part] = random_sample(probabilities, uniform[part])
+                tokens[part] = random_sample(probabilities, self._to_device(uniform[part]))
             else:
-                top_k, top_p = random.top_k[part], random.top_p[part]
-                tokens[part] = top_k_top_p_sample(some, probabilities, top_k, top_p, uniform[part])
+                top_k, top_p, numbers = random.top_k[part], random.top_p[part], uniform[part].tolist()
+                tokens[part] = top_k_top_p_sample(some, probabilities, top_k, top_p, numbers)
         return tokens
 
 

@@ -11,6 +11,7 @@ import torch
 from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.batch_processors.interface import BatchUpdate
 from logitship.sampler.batch_processors.logits_processors import BatchRows
+from logitship.sampler.device_tensor import copies_to
 from logitship.sampler.sampling_params import SamplingParams
 
 State = TypeVar("State")
@@ -42,7 +43,7 @@ class SamplerOp(ABC, Generic[State, Prepared]):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._to_device = copies_to(device)
         self._rows: BatchRows[State] = BatchRows(lambda *added: self.new_state(SamplingRow(*added)))
         self._all: Prepared | None = None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from .sampler_op import SamplerOp, SamplingRow
@@ -24,9 +25,9 @@ def apply_temperature(logits: torch.Tensor, peak: torch.Tensor, temperature: tor
         temperature: float32 [rows, 1], above 0.
     """
     scaled = peak / temperature
-    # A finite sum shows at once that no row overflows. A sum of finite values that overflows only costs the check
-    # below.
-    if not math.isfinite(scaled.sum()):
+    # A finite sum shows at once that no row overflows. A sum of finite values that overflows only costs the line below,
+    # which costs a GPU less than to be asked.
+    if logits.device.type != "cpu" or not math.isfinite(scaled.sum()):
         logits -= peak.where(~torch.isfinite(scaled), 0.0)
     logits /= temperature
 
@@ -40,7 +41,7 @@ class Temperature(SamplerOp[float, torch.Tensor]):
 
     def prepare(self, states: Mapping[int, float]) -> torch.Tensor:
         """Return the divisors: float32 [rows, 1]."""
-        return torch.tensor([*states.values()], dtype=torch.float32).to(self._device)[:, None]
+        return self._to_device(np.array([*states.values()], dtype=np.float32))[:, None]
 
     def apply(self, logits: torch.Tensor, peak: torch.Tensor, rows: Sequence[int] | None) -> None:
         """Call `apply_temperature` with the rows' temperatures."""

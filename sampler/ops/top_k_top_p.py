@@ -26,8 +26,10 @@ from itertools import accumulate
 from operator import neg
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from logitship.sampler.device_tensor import copies_to, to_cpu
 from logitship.sampler.sampling_params import SamplingParams
 
 from .candidates import row_candidates, top_candidates
@@ -244,9 +246,9 @@ def _buckets(logits: torch.Tensor, depth: float) -> torch.Tensor:
 def top_k_top_p_sample(
     logits: torch.Tensor,
     probabilities: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    uniform: torch.Tensor,
+    top_k: Sequence[int],
+    top_p: Sequence[float],
+    uniform: Sequence[float],
 ) -> torch.Tensor:
     """Sample one token per row from those that top-k and top-p keep.
 
@@ -255,18 +257,15 @@ def top_k_top_p_sample(
     Args:
         logits: float32 [rows, vocab].
         probabilities: float32 [rows, vocab], their softmax.
-        top_k: int64 [rows]; 0, or the vocabulary's size and more, for all tokens.
-        top_p: float64 [rows], above 0 and at most 1.
-        uniform: float64 [rows], in [0, 1).
+        top_k: of each row; 0, or the vocabulary's size and more, for all tokens.
+        top_p: of each row, above 0 and at most 1.
+        uniform: of each row, in [0, 1).
 
     Returns:
         int64 [rows]; never a token of probability 0.
     """
     vocab_size = logits.shape[-1]
-    settings = [
-        (k if k < vocab_size else 0, p, number)
-        for k, p, number in zip(top_k.tolist(), top_p.tolist(), uniform.tolist(), strict=True)
-    ]
+    settings = [(k if k < vocab_size else 0, p, number) for k, p, number in zip(top_k, top_p, uniform, strict=True)]
     tokens = [0] * len(settings)
     # Undecided rows, each with the minimum number of candidates that it needs.
     undecided: dict[int, float] = {row: k for row, (k, _, _) in enumerate(settings)}
@@ -281,7 +280,7 @@ def top_k_top_p_sample(
                 del undecided[row]
     for row in undecided:
         tokens[row] = sample_from_all(logits[row], integer_weights(probabilities[row]), *settings[row])
-    return torch.tensor(tokens).to(logits.device)
+    return copies_to(logits.device)(np.array(tokens))
 
 
 class _Candidates(NamedTuple):
@@ -300,13 +299,13 @@ def _candidates(
     if logits.device.type == "cpu":
         yield from (_candidates_of_row(logits[row], probabilities[row], width) for row in rows)
     elif rows:
-        index = torch.tensor(rows).to(logits.device)
+        index = copies_to(logits.device)(np.array(rows))
         values, token_ids = top_candidates(logits[index], width)
         weights = integer_weights(probabilities[index].gather(-1, token_ids))
         # Tokens that tie with the last one may be missing.
         certain = (values > values[:, -1:]).sum(dim=-1)
-        on_cpu = (each.tolist() for each in (token_ids, values, weights, certain))
-        for of_row, row_values, row_weights, count in zip(*on_cpu, strict=True):
+        found = (each.tolist() for each in to_cpu(token_ids, values, weights, certain[:, None]))
+        for of_row, row_values, row_weights, (count,) in zip(*found, strict=True):
             if row_weights[-1] == 0 or len(of_row) == logits.shape[-1]:
                 yield _Candidates(of_row, row_values, row_weights, True)
             else:

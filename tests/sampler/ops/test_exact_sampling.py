@@ -25,8 +25,8 @@ def sample_row(logits: torch.Tensor, top_k: int, top_p: float, numbers: torch.Te
     """Sample from one row once per number."""
     count = len(numbers)
     probabilities = logits.softmax(-1).expand(count, -1)
-    p = torch.full((count,), top_p, dtype=torch.float64)
-    return top_k_top_p_sample(logits.expand(count, -1), probabilities, torch.full((count,), top_k), p, numbers)
+    expanded = logits.expand(count, -1)
+    return top_k_top_p_sample(expanded, probabilities, [top_k] * count, [top_p] * count, numbers.tolist())
 
 
 def adversarial_rows(vocab_size: int) -> dict[str, torch.Tensor]:

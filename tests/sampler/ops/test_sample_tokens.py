@@ -108,8 +108,7 @@ def test_zero_probability_is_never_sampled(vocab_size: int, scale: float) -> Non
         uniform = torch.full((4,), number, dtype=torch.float64)
         tokens = [random_sample(probabilities, uniform)]
         for top_k, top_p in [(0, 0.999999999), (3, 1.0), (vocab_size, 0.5), (70, 0.99), (0, 1e-12), (0, 1.0)]:
-            p = torch.full((4,), top_p, dtype=torch.float64)
-            tokens.append(top_k_top_p_sample(logits, probabilities, torch.full((4,), top_k), p, uniform))
+            tokens.append(top_k_top_p_sample(logits, probabilities, [top_k] * 4, [top_p] * 4, [number] * 4))
         for sampled in tokens:
             assert (probabilities.gather(-1, sampled[:, None]) > 0).all()
 
@@ -140,7 +139,8 @@ def test_sampling_is_batch_invariant(seed: int) -> None:
 
     def sampled(order: torch.Tensor) -> list[int]:
         part = logits[order]
-        return top_k_top_p_sample(part, part.softmax(-1), top_k[order], top_p[order], uniform[order]).tolist()
+        settings = (each[order].tolist() for each in (top_k, top_p, uniform))
+        return top_k_top_p_sample(part, part.softmax(-1), *settings).tolist()
 
     together = sampled(torch.arange(rows))
     assert [sampled(torch.tensor([row]))[0] for row in range(rows)] == together

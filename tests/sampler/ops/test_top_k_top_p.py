@@ -173,7 +173,6 @@ def test_sampling_does_not_modify_inputs() -> None:
     logits = torch.randn(3, 2000) * 0.01
     probabilities = logits.softmax(-1)
     before = logits.clone(), probabilities.clone()
-    p = torch.full((3,), 0.9, dtype=torch.float64)
-    top_k_top_p_sample(logits, probabilities, torch.zeros(3, dtype=torch.int64), p, p)
+    top_k_top_p_sample(logits, probabilities, [0] * 3, [0.9] * 3, [0.9] * 3)
     assert torch.equal(logits, before[0])
     assert torch.equal(probabilities, before[1])
