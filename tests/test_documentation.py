@@ -39,7 +39,7 @@ ON_THE_DEFAULT_MODEL = {
     "traces.md",
 }
 """Pages whose examples show answers of the default model. The others run on a tiny one."""
-LOADS_THE_DEFAULT_MODEL = {"beam-search.md", "checking.md", "offline.md"}
+LOADS_THE_DEFAULT_MODEL = {"beam-search.md", "checking.md", "offline.md", "transformers.md"}
 """Pages whose examples load the default model themselves."""
 BY_ITSELF = {"tutorial.md"}
 """Followed command by command: `tests/end_to_end/test_tutorial.py`."""

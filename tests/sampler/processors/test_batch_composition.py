@@ -23,7 +23,7 @@ from tests.helpers.random_cases import random_seeds
 
 CPU = torch.device("cpu")
 ROWS = 19
-VOCABS = (77, 1003, pytest.param(49152, marks=pytest.mark.slow))
+VOCABS = (77, 1003, pytest.param(49152, marks=pytest.mark.thorough))
 """Two of them are no multiple of the vector width, so rows start at unaligned addresses."""
 
 

@@ -66,7 +66,7 @@ def project() -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("arguments", "inside"),
     [
-        pytest.param(["{}/serve.py"], False, id="a script"),
+        pytest.param(["{}/serve.py"], False, id="a script", marks=pytest.mark.thorough),
         pytest.param(["-m", "serve"], True, id="a module, in the current folder"),
     ],
 )

@@ -229,7 +229,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("speculation", [None, "NGRAM"])
+@pytest.mark.parametrize("speculation", [pytest.param(None, marks=pytest.mark.thorough), "NGRAM"])
 @pytest.mark.parametrize("isolation", ["none", pytest.param("sandbox", marks=pytest.mark.thorough)])
 def test_forced_runs_change_nothing(make_engine: BuildEngine, isolation: str, speculation: str | None) -> None:
     settings = SETTINGS | {"processor_isolation": isolation, "speculative_algorithm": speculation}

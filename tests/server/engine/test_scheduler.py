@@ -245,7 +245,7 @@ def test_random_schedules(tokenizer: Tokenizer) -> None:
         assert all(sequence.slot is None for sequence in added)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_random_schedules_of_tenants(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cached prompts, copies and aborts of three tenants: each of them goes on every few steps."""
     monkeypatch.setattr(scheduler, "SHARED_COPIED_POSITIONS", 16)

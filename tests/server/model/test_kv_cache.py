@@ -156,7 +156,7 @@ class ReferenceCache:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capacity", [0, 1, 3, 8, 100])
+@pytest.mark.parametrize("capacity", [0, *(pytest.param(each, marks=pytest.mark.thorough) for each in (1, 8, 100)), 3])
 @random_seeds(3)
 def test_cache_matches_the_reference(capacity: int, seed: int) -> None:
     rng = random.Random(seed)
