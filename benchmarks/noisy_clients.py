@@ -129,9 +129,20 @@ async def allocates(at: NoisyClient) -> None:
 @kind(keeps=0.6)
 async def new_classes(at: NoisyClient) -> None:
     """Twenty new harmless classes a second, whether or not the server has answered the others."""
+    await _often(at, new_number)
+
+
+@kind(keeps=0.6)
+async def known_class(at: NoisyClient) -> None:
+    """As many requests with one harmless class: what the requests of `new_classes` cost without its classes."""
+    number = new_number()
+    await _often(at, lambda: number)
+
+
+async def _often(at: NoisyClient, number: Callable[[], int]) -> None:
     async with asyncio.TaskGroup() as group:
         while at.goes_on:
-            group.create_task(at.send(processor(new_number()), TOKENS_OF_NEW))
+            group.create_task(at.send(processor(number()), TOKENS_OF_NEW))
             await asyncio.sleep(1 / NEW_CLASSES)
 
 

@@ -76,8 +76,11 @@ def instantiate(cls: type[T]) -> T:
     name = class_name(cls)
     with _explained(f"{name} raised when it was created"):
         try:
+            # Of a class without either, `inspect` copies the table of all modules: in a new sandbox, it would copy
+            # the page of each.
             with contextlib.suppress(ValueError):  # as in `serialize`
-                signature_of(cls).bind()
+                if cls.__init__ is not object.__init__ or cls.__new__ is not object.__new__:
+                    signature_of(cls).bind()
         except TypeError as error:
             raise ProcessorLoadError(
                 f"{name} cannot be created without arguments: {error_message(error)}. Take the values from "

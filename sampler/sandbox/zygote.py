@@ -195,4 +195,4 @@ def _reseed() -> None:
     """Reseed the random number generators of a forked process."""
     random.seed()
     numpy.random.seed()
-    torch.manual_seed(random.getrandbits(64) - (1 << 63))  # torch.seed() opens a device
+    torch.default_generator.manual_seed(random.getrandbits(64) - (1 << 63))  # `torch.seed` opens a device

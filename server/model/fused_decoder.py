@@ -8,7 +8,6 @@ positions are used unchanged. The weights are packed for oneDNN, in huge pages.
 
 from __future__ import annotations
 
-import ctypes
 import os
 from typing import Any
 
@@ -16,6 +15,8 @@ import torch
 from torch import nn
 from torch.nn.functional import rms_norm, silu
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from logitship.sampler.huge_pages import collapse
 
 from .attention import StepLayout, attend, layer_index
 
@@ -26,10 +27,6 @@ _OPERATORS = ("_reorder_linear_weight", "_linear_pointwise", "data_ptr", "_nbyte
 # and read its capacity at their first multiplication.
 for _variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
     os.environ.setdefault(_variable, "128")
-
-_HUGE_PAGE = 1 << 21
-_MADV_COLLAPSE = 25
-"""Linux 6.1 and later: move a range to huge pages now, regardless of the system's setting."""
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -82,31 +79,6 @@ class PackedLinear:
         """Compute the same plus `other`, float32 [rows, out]."""
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, self._weight, self._bias, "add")
         return product
-
-
-def collapse(address: int, nbytes: int) -> int:
-    """Move memory to huge pages, as far as the kernel supports it. Its content does not change.
-
-    The CPU caches a few thousand address translations (TLB). With pages of 4 KiB these cover some megabytes, so reading
-    all weights of a model in each step waits for page walks. A page of 2 MiB needs one translation.
-
-
-    Args:
-        address: start of the memory, in this process.
-        nbytes: its size.
-
-    Returns:
-        Bytes in huge pages now. The first and last page may include neighboring memory. 0 if the kernel cannot do it.
-    """
-    if os.uname().sysname != "Linux" or not nbytes:
-        return 0
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-    first = address - address % _HUGE_PAGE
-    # One by one, so that a page that cannot be moved, such as at the end of a mapping, does not affect the others.
-    pages = range(first, address + nbytes, _HUGE_PAGE)
-    moved = [page for page in pages if madvise(page, _HUGE_PAGE, _MADV_COLLAPSE) == 0]
-    return _HUGE_PAGE * len(moved)
 
 
 _ARCHITECTURES = (

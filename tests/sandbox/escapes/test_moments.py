@@ -79,8 +79,11 @@ class Field:
 """
     + REPORT
     + "    field = Field()\n",
-    "signature": REPORT
+    "signature": REPORT  # of a class with its own `__init__`
     + """
+    def __init__(self):
+        pass
+
 class Signature:
     def __get__(self, *_):
         attacker.run(attempt, W)

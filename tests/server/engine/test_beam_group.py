@@ -164,7 +164,9 @@ def found(chunks: Sequence[GenerationChunk]) -> list[tuple[list[int], Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("early_stopping", [True, *(pytest.param(each, marks=pytest.mark.thorough) for each in (False, "never"))])
+@pytest.mark.parametrize(
+    "early_stopping", [True, *(pytest.param(each, marks=pytest.mark.thorough) for each in (False, "never"))]
+)
 def test_equal_to_hugging_face_generate(
     make_engine: BuildEngine, loaded_model: LoadedModel, early_stopping: bool
 ) -> None:

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import logging
-import mmap
-import os
 import random
 from collections.abc import Callable
 
@@ -25,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from logitship.server.model.fused_decoder import FusedLogits, PackedLinear, can_fuse, can_pack, collapse
+from logitship.server.model.fused_decoder import FusedLogits, PackedLinear, can_fuse, can_pack
 from logitship.server.model.model_runner import Chunk, ModelRunner
 
 from .conftest import TINY_SIZES
@@ -64,23 +61,6 @@ def test_can_pack() -> None:
     assert can_pack(torch.device("cpu"), torch.float32) == torch.backends.mkldnn.is_available()
     assert not can_pack(torch.device("cpu"), torch.float16)
     assert not can_pack(torch.device("meta"), torch.float32)
-
-
-def test_collapse_preserves_the_content() -> None:
-    memory = mmap.mmap(-1, 4 * HUGE_PAGE)
-    content = os.urandom(len(memory))
-    memory[:] = content
-    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    # Not aligned: both ends are inside a page.
-    moved = collapse(start + 5000, len(memory) - 10_000)
-    assert moved % HUGE_PAGE == 0
-    assert 0 <= moved <= len(memory) + HUGE_PAGE
-    assert memory[:] == content
-
-
-@pytest.mark.parametrize(("address", "nbytes"), [(0, 0), (0, 1), (1 << 46, HUGE_PAGE)])
-def test_collapse_ignores_unmapped_memory(address: int, nbytes: int) -> None:
-    assert collapse(address, nbytes) == 0
 
 
 VOCAB, MAX_LEN = 64, 48
