@@ -229,6 +229,10 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, Server]]:
         yield served
 
 
+VLLM_ONLY = pytest.mark.parametrize("served", [name for name in SERVERS if name != "logitship"], indirect=True)
+"""A test of what logitship's own server has other tests for, or does not have."""
+
+
 @pytest.fixture
 def client(served: tuple[str, Server]) -> Iterator[Client]:
     with Client(served[0], api_key=KEYS[0], timeout=300) as client:
@@ -381,10 +385,9 @@ def test_fault_in_a_stream(client: Client) -> None:
 
 
 @pytest.mark.mode("vLLM", "V1, OpenAI's routes and `/v1/messages`", "the real engine, 0.32.0")
+@VLLM_ONLY
 def test_faults_on_all_routes_of_vllm(served: tuple[str, Server]) -> None:
     """Whole answers have status 400, streams an event that the SDK raises; also where the output has a grammar."""
-    if not served[1].scheduling:
-        pytest.skip("logitship's own server has other tests")
     sdk = openai.OpenAI(base_url=f"{served[0]}/v1", api_key=KEYS[0], max_retries=0, timeout=300)
     model, text = str(default_model_folder()), "the third token is too much"
     xargs = {"vllm_xargs": {"custom_logit_processor": FailsAtThird.to_str()}}
@@ -405,10 +408,9 @@ def test_faults_on_all_routes_of_vllm(served: tuple[str, Server]) -> None:
             list(call(stream=True))
 
 
+@VLLM_ONLY
 def test_processor_in_the_body(served: tuple[str, Server]) -> None:
     """As objects, as SGLang's and logitship's own requests have them. What vLLM would drop is refused."""
-    if not served[1].scheduling:
-        pytest.skip("logitship's own server has other tests")
     processor = json.loads(STRINGS["ForceToken"])
     fields = {"model": str(default_model_folder()), "max_tokens": 4, "temperature": 0}
     fields |= {"custom_logit_processor": processor, "custom_params": {"token_id": 1234}}
@@ -474,9 +476,8 @@ def test_receipts_count_the_tokens_of_the_answer(served: tuple[str, Server], cli
     assert not any("receipts" in (choice.model_extra or {}) for choice in plain.choices)
 
 
+@VLLM_ONLY
 def test_receipts_of_the_anthropic_route(served: tuple[str, Server]) -> None:
-    if not served[1].scheduling:
-        pytest.skip("logitship's own server has no such route")
     body = {"model": str(default_model_folder()), "max_tokens": 6, "messages": [{"role": "user", "content": PROMPT}]}
     body |= {"custom_logit_processor": COUNTS_CALLS, "custom_params": {"first": FIRST}}
     headers = {"authorization": f"Bearer {KEYS[0]}"}
