@@ -25,15 +25,16 @@ aten: Any = torch.ops.aten
 DEVICE = torch.device(os.environ.get("LOGITSHIP_TEST_DEVICE", "meta"))
 """The device that the tensors name: "cuda" for a GPU. The stand-in is "meta": all builds of torch know it."""
 
-_WAITS = {
-    aten._local_scalar_dense.default,
-    aten.equal.default,
-    aten.masked_select.default,
-    aten.nonzero.default,
-    aten.repeat_interleave.Tensor,
-    aten._unique2.default,
-}
-"""Operations whose result, or the shape of it, the CPU needs to know."""
+_WAITS = (
+    "local_scalar_dense",  # item(), bool(), int(), float()
+    "nonzero",
+    "masked_select",
+    "unique",
+    "equal",
+    "repeat_interleave",
+    "bincount",
+)
+"""Beginnings of the names of operations whose result, or the shape of it, the CPU needs to know."""
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 _INDEXING = {aten.index.Tensor, aten.index_put_.default, aten.index_put.default}
 
@@ -187,7 +188,9 @@ class StandIn(OtherDevice, TorchDispatchMode):
             if on_device and elsewhere and not is_index:
                 raise RuntimeError(f"{func}: expected all tensors to be on the same device")
             # Indices on the CPU are copied.
-            waits = bool(on_device) and (func in _WAITS or (is_index and (bool(elsewhere) or _has_mask(args[1]))))
+            waits = bool(on_device) and (
+                _name(func).startswith(_WAITS) or (is_index and (bool(elsewhere) or _has_mask(args[1])))
+            )
         if waits:
             self.wait(str(func))
         if "device" in kwargs:
@@ -216,6 +219,11 @@ class _Data(TorchFunctionMode):
             return func(*args, **kwargs)
         self._stand_in.wait(f"torch.{func.__name__}")
         return self._stand_in.put(func(*args, **kwargs | {"device": "cpu"}))
+
+
+def _name(func: Any) -> str:
+    name: str = func.name().partition("::")[2]
+    return name.lstrip("_")
 
 
 def _has_mask(indices: Sequence[Any]) -> bool:

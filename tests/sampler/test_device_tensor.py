@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
 from logitship.sampler.device_tensor import copies_to, token_positions
@@ -19,6 +20,18 @@ def test_other_device_keeps_shape_and_dtype() -> None:
     assert tensor.device.type == "meta"
     assert tensor.shape == (2, 3)
     assert tensor.dtype == torch.float32
+
+
+def test_copies_to_a_gpu_are_asynchronous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where no caller asks for page-locked memory."""
+    pinned, copied = torch.zeros(2), []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda host: pinned)
+    monkeypatch.setattr(torch.Tensor, "to", lambda host, *args, **kwargs: copied.append((host, args, kwargs)))
+    gpu = torch.device("cuda")
+    copies_to(gpu)(np.zeros(2, dtype=np.float32))
+    ((host, args, kwargs),) = copied
+    assert host is pinned
+    assert (args, kwargs) == ((gpu,), {"non_blocking": True})
 
 
 def test_token_positions() -> None:

@@ -75,6 +75,10 @@ def test_tokens_are_those_of_the_cpu(seed: int) -> None:
         assert found == expected
 
 
+def mask_rows(logits: torch.Tensor) -> None:
+    logits[logits > 0] = torch.zeros(())
+
+
 def add_from_host(logits: torch.Tensor) -> None:
     logits += torch.ones(3)
 
@@ -88,7 +92,9 @@ def add_from_host(logits: torch.Tensor) -> None:
         lambda logits: logits[logits > 0],
         lambda logits: logits[[0, 1]],
         lambda logits: logits[torch.tensor([0, 1])],
+        mask_rows,
         lambda logits: logits.unique(),
+        lambda logits: logits[0].long().bincount(),
         lambda logits: logits.cpu(),
         lambda logits: logits.tolist(),
         lambda logits: logits.copy_(torch.ones(2, 3)),
