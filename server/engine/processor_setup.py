@@ -31,7 +31,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.processors.artifact_store import ArtifactStore
 from logitship.server.processors.callable_library import CallableLibrary
-from logitship.server.processors.load_queue import MAX_LOADS, LoadQueue
+from logitship.server.processors.load_queue import LoadBudget, LoadQueue, load_rate
 from logitship.server.processors.params_checker import ParamsChecker
 from logitship.server.processors.processor_library import ProcessorLibrary
 from logitship.server.processors.registered_processors import RegisteredProcessors
@@ -149,8 +149,10 @@ def create_installed(plugins: list[Plugin], library: ProcessorLibrary) -> None:
 
 def make_load_queue(config: ServerConfig, library: ProcessorLibrary) -> LoadQueue:
     """Return the queue in which the library's shipped processors are loaded."""
+    if config.processor_isolation == "sandbox":
+        return LoadQueue(library.cache, budget=LoadBudget(load_rate(torch.get_num_threads())))
     # In this process, a load that never returns keeps its thread: trusted code, that shares the GIL with all else.
-    return LoadQueue(library.cache, max_loads=MAX_LOADS if config.processor_isolation == "sandbox" else MAX_UNISOLATED)
+    return LoadQueue(library.cache, max_loads=MAX_UNISOLATED)
 
 
 def model_view(loaded: LoadedModel) -> ModelView:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import os
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,9 +30,14 @@ MAX_LOADS = 3
 MAX_WAITING = 64
 """Loads of one tenant that may wait."""
 
+BURST = 1.0
+"""Seconds of loads that a tenant may use at once. A class takes a few hundredths."""
+
 FAILURE_TTL = 10.0
 """Seconds in which a processor that could not be loaded is refused without another attempt."""
 
+_SHARE = 1 / 8
+"""Share of the cores that the loads of a tenant may use if the engine's threads use all."""
 _MAX_FAILURES = 1024
 _EXPECTED = (ProcessorLoadError, ProcessorCacheFull, ExecutorUnavailable, RequestRefused)
 Outcome: TypeAlias = LoadedProcessor | BaseException
@@ -84,12 +91,60 @@ class LoadWaiter:
     deliver: Callable[[Outcome], None]
 
 
+class LoadBudget:
+    """The time that the loads of each tenant may use, so that new classes leave the engine most of its cores.
+
+    A low priority alone does not: the threads of a forward pass wait for each other, and each waits for the end of a
+    time slice of whatever runs on its core.
+
+    Args:
+        rate: seconds of loads per second; math.inf for no limit.
+        burst: seconds that a tenant saves up.
+        clock: returns seconds.
+    """
+
+    def __init__(self, rate: float, burst: float = BURST, clock: Callable[[], float] = time.monotonic) -> None:
+        self._rate = rate
+        self._burst = burst
+        self._clock = clock
+        self._used: dict[str, tuple[float, float]] = {}
+        """Tenant → (seconds used, at this time)."""
+
+    def use(self, tenant: str, seconds: float) -> float:
+        """Subtract the time of a load. Return the seconds until the tenant's next one may begin.
+
+        Of a load that took longer than the burst, which probably waited for something, only so much counts.
+        """
+        if self._rate == math.inf:
+            return 0.0
+        now = self._clock()
+        self._used = {name: each for name, each in self._used.items() if self._remaining(each, now) > 0}
+        used = self._remaining(self._used.get(tenant, (0.0, now)), now) + min(seconds, self._burst)
+        self._used[tenant] = used, now
+        return max(0.0, used - self._burst) / self._rate
+
+    def _remaining(self, used: tuple[float, float], now: float) -> float:
+        seconds, at = used
+        return max(0.0, seconds - (now - at) * self._rate)
+
+
+def load_rate(num_threads: int) -> float:
+    """Return the seconds of loads per second of one tenant: the cores that the engine leaves free, or a few of them.
+
+    Args:
+        num_threads: number of threads that compute a forward pass.
+    """
+    cores = len(os.sched_getaffinity(0))
+    return max(cores - num_threads, cores * _SHARE)
+
+
 class LoadQueue:
     """Loads shipped processors in threads, a few at a time. Thread-safe.
 
     Guarantees:
     * At most `max_loads` threads, not counting abandoned loads that the executor cannot cancel; nobody else waits in
       one.
+    * A tenant whose loads have used up its `LoadBudget` waits. Others do not.
     * Tenants take turns, and one alone never uses the last thread: another tenant's load waits for no more than those
       that run.
     * A processor that several requests of a tenant wait for is loaded once. A load that nobody waits for any more is
@@ -100,7 +155,9 @@ class LoadQueue:
         cache: loads and keeps the processors.
         max_loads: most loads at a time.
         max_waiting: most loads of a tenant that wait.
+        budget: the time that the loads of each tenant may use; None: any.
         clock: returns seconds.
+        sleep: waits some seconds.
     """
 
     def __init__(
@@ -109,16 +166,22 @@ class LoadQueue:
         *,
         max_loads: int = MAX_LOADS,
         max_waiting: int = MAX_WAITING,
+        budget: LoadBudget | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._cache = cache
         self._max_loads = max_loads
         self._max_waiting = max_waiting
+        self._budget = budget or LoadBudget(math.inf)
         self._clock = clock
+        self._sleep = sleep
         self._lock = threading.Lock()
         self._loads: dict[Key, _Load] = {}
         self._waiting: RoundRobinQueue[_Load] = RoundRobinQueue(max_waiting)
         self._running: list[_Load] = []
+        self._resting: Counter[str] = Counter()
+        """Threads of each tenant that wait until its next load may begin."""
         self._failures: OrderedDict[Key, tuple[float, ProcessorLoadError]] = OrderedDict()
         """Key → (time until which it is refused, reason); the oldest first."""
 
@@ -212,11 +275,15 @@ class LoadQueue:
 
     def _may_load(self, tenant: str) -> bool:
         num_running = sum(load.key[0] == tenant for load in self._running)
-        return num_running < max(1, self._max_loads - 1)
+        return num_running + self._resting[tenant] < max(1, self._max_loads - 1)
 
     def _run(self, load: _Load) -> None:
+        tenant, began = load.key[0], self._clock()
         outcome = self._outcome(load)
         with self._lock:
+            pause = self._budget.use(tenant, self._clock() - began)
+            if pause:
+                self._resting[tenant] += 1
             if self._loads.get(load.key) is load:
                 del self._loads[load.key]
             if load in self._running:
@@ -226,6 +293,11 @@ class LoadQueue:
             waiters, load.waiters = load.waiters, []
             self._start_loads()
         self._settle(waiters, outcome)
+        if pause:
+            self._sleep(pause)
+            with self._lock:
+                self._resting[tenant] -= 1
+                self._start_loads()
 
     def _outcome(self, load: _Load) -> Outcome:
         try:

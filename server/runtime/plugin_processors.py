@@ -15,6 +15,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from logitship.builtin_processors.params import PreparationUnavailable
 from logitship.builtin_processors.registry import Registry
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
@@ -35,7 +37,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_stats import ProcessorStats
 from logitship.server.processors.artifact_store import ArtifactStore
 from logitship.server.processors.callable_library import CallableLibrary
-from logitship.server.processors.load_queue import LoadQueue, LoadQueueFull, Outcome, Runnable
+from logitship.server.processors.load_queue import LoadBudget, LoadQueue, LoadQueueFull, Outcome, Runnable, load_rate
 from logitship.server.processors.params_checker import InvalidParams, ParamsChecker
 from logitship.server.processors.processor_library import ProcessorLibrary, ProcessorLoader, ProcessorNotAllowed
 from logitship.server.processors.registered_processors import NotRegistered, RegisteredProcessors
@@ -158,7 +160,7 @@ class PluginProcessors:
                 allowed,
                 uploads.artifacts,
             )
-        self._queue = LoadQueue(self._loader.cache)
+        self._queue = LoadQueue(self._loader.cache, budget=LoadBudget(load_rate(torch.get_num_threads())))
 
     def resolve(self, requested: tuple[ProcessorRequest, ...], tenant: str) -> tuple[ProcessorRequest, ...]:
         """Return the processors of a request with the strings of registered ones in place of their names and digests.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import math
+import os
 import threading
+import time
 import weakref
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,7 +19,14 @@ from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import SourceProcessor
 from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor
 from logitship.sampler.processors.processor_cache import ProcessorCache, ProcessorCacheFull
-from logitship.server.processors.load_queue import FAILURE_TTL, LoadQueue, LoadQueueFull, LoadStats
+from logitship.server.processors.load_queue import (
+    FAILURE_TTL,
+    LoadBudget,
+    LoadQueue,
+    LoadQueueFull,
+    LoadStats,
+    load_rate,
+)
 from logitship.server.refusals import RateLimited
 from tests.helpers.clock import Clock
 from tests.helpers.coroutines import run
@@ -27,11 +37,26 @@ from .paused_executor import LONG, PausedExecutor
 class Scene:
     """A queue, and tasks that wait in it."""
 
-    def __init__(self, *, cancels: bool = True, max_loads: int = 3, max_waiting: int = 64) -> None:
+    def __init__(
+        self, *, cancels: bool = True, max_loads: int = 3, max_waiting: int = 64, rate: float = math.inf
+    ) -> None:
         self.executor = PausedExecutor(cancels=cancels)
         self.cache = ProcessorCache(self.executor, max_entries=1000, max_bytes=1 << 20)
         self.clock = Clock()
-        self.queue = LoadQueue(self.cache, max_loads=max_loads, max_waiting=max_waiting, clock=self.clock)
+        self.pauses: list[float] = []
+        self.may_continue = threading.Event()
+        self.queue = LoadQueue(
+            self.cache,
+            max_loads=max_loads,
+            max_waiting=max_waiting,
+            budget=LoadBudget(rate, burst=1.0, clock=self.clock),
+            clock=self.clock,
+            sleep=self._sleep,
+        )
+
+    def _sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        assert self.may_continue.wait(LONG)
 
     def acquire(self, name: str, tenant: str = "a") -> asyncio.Task[LoadedProcessor]:
         return asyncio.ensure_future(self.queue.acquire(string(name), tenant))
@@ -59,6 +84,14 @@ async def no_leftovers(scene: Scene) -> AsyncIterator[None]:
 
 def string(name: str) -> SourceProcessor:
     return SourceProcessor("#", name)
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen")
 
 
 async def turns() -> None:
@@ -105,6 +138,46 @@ async def test_same_processor_is_loaded_once() -> None:
         scene.cache.clear()
         assert scene.cache.stats().entries == 1, "one user is left"
         scene.cache.release(processors[0])
+
+
+async def test_tenant_whose_loads_took_long_waits_alone() -> None:
+    scene = Scene(max_loads=2, rate=0.5)  # a tenant has one thread
+    executor, clock = scene.executor, scene.clock
+    async with no_leftovers(scene):
+        loaded = []
+        for number, pauses in enumerate(([], [1.0])):  # one second at once; then half of one is left
+            task = scene.acquire(f"A{number}")
+            await executor.until_began(*(("a", f"A{each}") for each in range(number + 1)))
+            clock.now += 1
+            executor.end("a", f"A{number}")
+            loaded.append(await task)
+            if pauses:
+                await asyncio.to_thread(_until, lambda: bool(scene.pauses))
+            assert scene.pauses == pauses
+        waiting = scene.acquire("A2")
+        loaded.append(await scene.load("B", "b"))
+        assert ("a", "A2") not in executor.began
+        scene.may_continue.set()
+        executor.end("a", "A2")
+        for processor in (*loaded, await waiting):
+            scene.cache.release(processor)
+
+
+def test_budget_is_refilled_and_counts_no_load_for_more_than_the_burst() -> None:
+    clock = Clock()
+    budget = LoadBudget(0.5, burst=2.0, clock=clock)
+    assert budget.use("a", 30.0) == 0.0
+    assert budget.use("a", 1.0) == 2.0
+    assert budget.use("b", 1.0) == 0.0
+    clock.now += 4
+    assert budget.use("a", 1.0) == 0.0
+    assert budget.use("a", 1.0) == 2.0
+    assert LoadBudget(math.inf).use("a", 1e9) == 0.0
+
+
+def test_loads_may_use_the_cores_that_the_engine_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(16)))
+    assert [load_rate(threads) for threads in (1, 14, 16, 32)] == [15, 2, 2, 2]
 
 
 async def test_loaded_processor_does_not_wait_for_loads() -> None:
