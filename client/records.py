@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import notebook_html
+
+if TYPE_CHECKING:  # it needs NumPy
+    from .sampling_record import SamplingRecord
 
 _MAX_ROWS = 12
 _NAME_WIDTH = 12
@@ -172,6 +175,8 @@ class Generation:
         prompt_logprobs: one per prompt token, if requested.
         receipts: one per processor of the request, in the order in which they ran. Empty if the server does not issue
             them (stock SGLang and vLLM do not).
+        sampling_record: how the tokens were sampled, for `logitship.replay`, with `return_sampling_mask` and the
+            `sampling_mask_format` `packed`.
         trace: one per output token, if requested and supported (stock SGLang does not).
         rid: id of the request.
         raw: the part of the response that this was parsed from.
@@ -185,6 +190,7 @@ class Generation:
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     receipts: tuple[Receipt, ...] = ()
+    sampling_record: SamplingRecord | None = field(default=None, repr=False)
     trace: Trace | None = field(default=None, repr=False)
     rid: str | None = None
     raw: Mapping[str, Any] = field(repr=False)
@@ -213,6 +219,7 @@ class GenerationChunk:
             text at the end of the stream.
         logprobs: one per new token, if requested.
         receipts: one per processor, at the end of the continuation.
+        sampling_record: that of the new tokens, see `Generation`.
         trace: one per new token, if requested.
         rid: id of the request.
         raw: the event that this was parsed from.
@@ -226,6 +233,7 @@ class GenerationChunk:
     usage: Usage | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     receipts: tuple[Receipt, ...] = ()
+    sampling_record: SamplingRecord | None = field(default=None, repr=False)
     trace: Trace | None = field(default=None, repr=False)
     rid: str | None = None
     raw: Mapping[str, Any] = field(repr=False)

@@ -36,3 +36,22 @@ class NonFiniteLogitsError(LogitshipError):
             if was_checked
             else f"the logits contain NaN or +inf: either the model's own do, or one of {who} exceeded float32's range"
         )
+
+
+class SamplingMaskTooLongError(LogitshipError):
+    """More tokens could be sampled than a mask that is returned as a list may have."""
+
+    def __init__(self, length: int, limit: int) -> None:
+        super().__init__(
+            f"return_sampling_mask: {length} tokens could be sampled, and a list has at most {limit}: lower top_k, or "
+            "ask for sampling_mask_format packed"
+        )
+
+
+class SamplingMasksTooLargeError(LogitshipError):
+    """The packed masks of a sequence are too large."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"return_sampling_mask: the packed masks exceed {limit} bytes: use top_k or top_p, or generate fewer tokens"
+        )

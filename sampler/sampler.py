@@ -20,6 +20,7 @@ from logitship.sampler.ops.penalties import Penalties
 from logitship.sampler.ops.random_sampling import RandomSampling
 from logitship.sampler.ops.rows import one_thread_for_few
 from logitship.sampler.ops.sampler_op import SamplerOp
+from logitship.sampler.ops.sampling_masks import RowMask, SamplingMasks
 from logitship.sampler.ops.temperature import Temperature
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.processors.shipped_processors import ShippedProcessors
@@ -41,6 +42,7 @@ class SamplerOutput:
         logprobs: log-probabilities of the rows that asked for them; None for other rows, and those without a token.
         faults: (row, fault) of the rows whose request ends, in row order.
         traces: traces of the rows that asked for them; None for other rows, and those without a token.
+        masks: sampling masks of the rows that asked for them; None for other rows, and those without a token.
         deferred: rows that get their next token in a later step, see `DeferredCalls`.
     """
 
@@ -48,6 +50,7 @@ class SamplerOutput:
     logprobs: list[RowLogprobs | None]
     faults: list[tuple[int, LogitshipError]]
     traces: list[RowTrace | None]
+    masks: list[RowMask | None]
     deferred: frozenset[int] = frozenset()
 
 
@@ -68,8 +71,8 @@ class Sampler:
     8. Temperature.
     9. Batch processors that never change the most likely token: min-p, installed ones. Only if some row is random.
     10. Top-k, then top-p, then sample.
-    11. Log-probabilities as each request asks: raw (the logits before step 1) or processed (after step 6 for greedy
-        rows, after top-k and top-p of step 10 for random ones).
+    11. Sampling masks. Log-probabilities as each request asks: raw (the logits before step 1) or processed (after step
+        6 for greedy rows, after top-k and top-p of step 10 for random ones).
 
     Batch-invariant: a row's token depends only on its own logits, parameters, history and seed.
 
@@ -101,6 +104,7 @@ class Sampler:
         self._greedy = self._with_state(GreedySampling(device))
         self._temperature = self._with_state(Temperature(device))
         self._random = self._with_state(RandomSampling(vocab_size, device))
+        self._masks = self._with_state(SamplingMasks(vocab_size, device))
         self._processors = logits_processors
         self._shipped = shipped or _no_processors(vocab_size, device)
         self.drafter = Drafter(vocab_size, self._params, self._ops, logits_processors.all, self._shipped)
@@ -153,7 +157,7 @@ class Sampler:
         if logits.shape != (len(in_batch), self._vocab_size):
             expected = f"({len(in_batch)}, {self._vocab_size})"
             raise ValueError(f"logits: expected shape {expected}, got {tuple(logits.shape)}")
-        trace, logprobs = self._traces.begin(rows), self._logprobs.begin(rows)
+        trace, logprobs, masks = self._traces.begin(rows), self._logprobs.begin(rows), self._masks.begin(rows)
         trace.record("model", logits)
         logprobs.record("raw", logits)
         # 1
@@ -188,20 +192,23 @@ class Sampler:
                 for processor in self._processors.argmax_invariant:
                     logits = apply_to(processor, logits, num_draft_tokens)
                 # 10
-                self._random.sample(logits, random, tokens, faults)
+                self._random.sample(logits, random, tokens, faults, masks)
             trace.record_sampled(logits, tokens)
             # Includes processors that did not run in this step: `update_state` may have failed.
             for row, fault in take_faults(self._processors.all):
                 if row in in_batch:
                     faults.setdefault(in_batch.index(row), fault)
             # 11
+            token_ids = tokens.tolist()
+            row_masks = masks.finish(logits, token_ids, faults, deferred)
             logprobs.record("random", logits)
-            token_ids, without = tokens.tolist(), faults.keys() | deferred
+            without = faults.keys() | deferred
             return SamplerOutput(
                 token_ids,
                 logprobs.finish(token_ids, without),
                 sorted(faults.items(), key=itemgetter(0)),
                 trace.finish(token_ids, without),
+                row_masks,
                 frozenset(deferred - faults.keys()),
             )
 

@@ -13,10 +13,15 @@ import numpy.typing as npt
 
 _FLOAT32_MAX = (2 - 2**-23) * 2.0**127
 
+MAX_LISTED = 4096
+"""Most tokens of a sampling mask that is returned as a list: SGLang's default for `--sampling-mask-max-tokens`."""
+
 MAX_TRACED = 100
 """Maximum number of tokens per stage in a trace."""
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+SamplingMaskFormat = Literal["lists", "packed"]
+SamplingLogprobsMode = Literal["selected", "support"]
 
 
 class AttachedProcessor(Protocol):
@@ -138,6 +143,14 @@ class SamplingParams:
     logprobs_mode: LogprobsMode = "raw_logprobs"
     """Raw: before any edit. Processed: after all of them, with temperature, min-p, top-k and top-p."""
 
+    return_sampling_mask: bool = False
+    """Return for each output token the tokens that could be sampled in its place, and its log-probability under the
+    distribution that it was sampled from."""
+    sampling_mask_format: SamplingMaskFormat = "lists"
+    """Lists: of token ids, as SGLang and vLLM return them. Packed: a `SamplingRecord`, of any size."""
+    sampling_logprobs_mode: SamplingLogprobsMode = "selected"
+    """Selected: the log-probability of the output token. Support: those of all tokens that could be sampled."""
+
     trace: int | None = None
     """None: no trace. k: the k most likely tokens before and after each edit of the logits."""
 
@@ -190,6 +203,22 @@ class SamplingParams:
         modes = get_args(LogprobsMode)
         # None: only in `logitship.SamplingParams`, which gets the setting of its `LLM`.
         _require(self.logprobs_mode in (*modes, None), "logprobs_mode", f"must be one of {', '.join(modes)}")
+        formats, of_tokens = get_args(SamplingMaskFormat), get_args(SamplingLogprobsMode)
+        _require(self.sampling_mask_format in formats, "sampling_mask_format", f"must be one of {', '.join(formats)}")
+        _require(
+            self.sampling_logprobs_mode in of_tokens, "sampling_logprobs_mode", f"must be one of {', '.join(of_tokens)}"
+        )
+        is_short = self.greedy or 1 <= self.top_k <= MAX_LISTED
+        _require(
+            not self.return_sampling_mask or is_short or self.sampling_mask_format == "packed",
+            "return_sampling_mask",
+            f"needs top_k from 1 to {MAX_LISTED}, temperature 0, or sampling_mask_format packed",
+        )
+        _require(
+            self.sampling_logprobs_mode == "selected" or self.sampling_mask_format == "lists",
+            "sampling_logprobs_mode",
+            "must be selected with sampling_mask_format packed",
+        )
         _require(
             self.trace is None or (type(self.trace) is int and 1 <= self.trace <= MAX_TRACED),
             "trace",
@@ -218,8 +247,8 @@ class SamplingParams:
 
     @property
     def has_records(self) -> bool:
-        """True if the answer has log-probabilities of its tokens, or a trace: these need all logits."""
-        return self.logprobs is not None or self.trace is not None
+        """True if the answer has log-probabilities, sampling masks or traces of its tokens: these need all logits."""
+        return self.logprobs is not None or self.return_sampling_mask or self.trace is not None
 
     @property
     def all_stop_token_ids(self) -> frozenset[int]:

@@ -39,6 +39,14 @@ class ProcessorOptions(TypedDict, total=False):
     """Parameters of batch processors that are installed on the server."""
     trace: Mapping[str, int]
     """`{"top": 20}`: trace the most likely candidates for each token, see `TokenTrace` (only on logitship servers)."""
+    return_sampling_mask: bool | list[bool]
+    """Return for each output token the tokens that could be sampled in its place, and its log-probability (not on
+    vLLM). For a batch also a list, one per prompt."""
+    sampling_mask_format: Literal["lists", "packed"]
+    """`packed`: as `sampling_record` of the answer, for `logitship.replay` (only on logitship servers). `lists`: in
+    `raw`, as the server sends them."""
+    sampling_logprobs_mode: Literal["selected", "support"]
+    """With lists: the log-probability of the output token, or those of all tokens of its mask."""
     extra_body: Mapping[str, Any]
     """Additional fields of the request body, for options that this client does not know."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import orjson
 
@@ -24,6 +24,9 @@ from logitship.client.records import (
 from logitship.client.serialization.processor_string import RegisteredProcessor
 
 from .error_responses import ReportedError, parse_error_body
+
+if TYPE_CHECKING:
+    from logitship.client.sampling_record import SamplingRecord
 
 T = TypeVar("T")
 
@@ -152,6 +155,16 @@ def parse_receipts(entries: Sequence[Mapping[str, Any]] | None) -> tuple[Receipt
     )
 
 
+def parse_sampling_record(data: Mapping[str, Any]) -> SamplingRecord | None:
+    """Parse the packed sampling masks in `meta_info` or in a choice; None if there are none."""
+    record = data.get("sampling_record")
+    if record is None:
+        return None
+    from logitship.client.sampling_record import SamplingRecord  # it needs NumPy, other answers do not
+
+    return SamplingRecord.from_json(record)
+
+
 def parse_trace(entries: Sequence[Mapping[str, Any]] | None) -> Trace | None:
     """Parse the traces of a response; None if there are none."""
     return None if entries is None else Trace(map(_token_trace, entries))
@@ -254,6 +267,7 @@ def _sglang_generation(data: Mapping[str, Any], index: int) -> Generation:
         logprobs=sglang_logprobs(meta, "output"),
         prompt_logprobs=sglang_logprobs(meta, "input"),
         receipts=parse_receipts(meta.get("receipts")),
+        sampling_record=parse_sampling_record(meta),
         trace=parse_trace(meta.get("trace")),
         rid=meta.get("id"),
         raw=data,
@@ -270,6 +284,7 @@ def _openai_generation(data: Mapping[str, Any], choice: Mapping[str, Any]) -> Ge
         usage=openai_usage(data.get("usage")) or Usage(),
         logprobs=openai_logprobs(choice.get("logprobs")),
         receipts=openai_receipts(data, choice),
+        sampling_record=parse_sampling_record(choice),
         trace=parse_trace(choice.get("trace")),
         rid=data.get("id"),
         raw=data,

@@ -31,6 +31,8 @@ from .vllm_requests import has_processors, translate_for_vllm
 
 ServerKind: TypeAlias = Literal["auto", "logitship", "sglang", "vllm"]
 
+_RECORDS = frozenset(("return_sampling_mask", "trace"))
+"""Fields for records of the answer's tokens, which some servers would ignore."""
 _MODELS_PROBE = get("/v1/models")
 """Every server has OpenAI's route, where `owned_by` names the server software."""
 
@@ -72,8 +74,8 @@ class ServerDialect:
         A request without processors for OpenAI's routes is the same on all servers.
         """
         uses_processors = has_processors(request)
-        traced = isinstance(request.json, Mapping) and "trace" in request.json  # vLLM and SGLang would ignore it
-        if self._kind == "auto" and (uses_processors or traced or request.path == "/generate"):
+        records = isinstance(request.json, Mapping) and not request.json.keys().isdisjoint(_RECORDS)
+        if self._kind == "auto" and (uses_processors or records or request.path == "/generate"):
             return _MODELS_PROBE
         if self._kind == "vllm" and uses_processors and self._plugin is None:
             return _plugin_probe(request)

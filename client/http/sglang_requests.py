@@ -42,6 +42,8 @@ def translate_for_sglang(request: HttpRequest, *, has_plugin: bool) -> HttpReque
     body = request.json
     if not isinstance(body, Mapping):
         return request
+    if body.get("sampling_mask_format") == "packed":
+        raise ValueError("sampling_mask_format: SGLang returns masks as lists")
     if "trace" in body:
         raise ValueError("trace: SGLang does not support traces")
     processor, several = body.get(_FIELD), body.get(_SEVERAL)

@@ -16,6 +16,7 @@ from logitship.sampler.row_errors import NonFiniteLogitsError
 from .rows import Scratch, row_parts
 from .sample_tokens import UniformNumbers, random_sample
 from .sampler_op import SamplerOp, SamplingRow
+from .sampling_masks import StepMasks
 from .top_k_top_p import removes_tokens, top_k_top_p_sample
 
 _PART_SIZE = 2**20
@@ -28,6 +29,7 @@ class RandomRows:
 
     Attributes:
         rows: int64 [n], ascending.
+        row_list: the same.
         top_k: 0 for all tokens. None if the rows use neither top-k nor top-p.
         top_p: above 0, at most 1.
         numbers: random numbers by position.
@@ -35,6 +37,7 @@ class RandomRows:
     """
 
     rows: torch.Tensor
+    row_list: list[int]
     top_k: list[int] | None
     top_p: list[float]
     numbers: UniformNumbers
@@ -76,6 +79,7 @@ class RandomSampling(SamplerOp[SamplingRow, list[RandomRows]]):
         params = [state.params for state in states.values()]
         return RandomRows(
             rows=self._to_device(np.array([*states], dtype=np.int64)),
+            row_list=[*states],
             top_k=[max(each.top_k, 0) for each in params] if filters else None,
             top_p=[each.top_p for each in params],
             numbers=UniformNumbers(np.array([(each.seed or 0) % 2**64 for each in params], dtype=np.uint64)),
@@ -83,7 +87,12 @@ class RandomSampling(SamplerOp[SamplingRow, list[RandomRows]]):
         )
 
     def sample(
-        self, logits: torch.Tensor, random: list[RandomRows], tokens: torch.Tensor, faults: dict[int, LogitshipError]
+        self,
+        logits: torch.Tensor,
+        random: list[RandomRows],
+        tokens: torch.Tensor,
+        faults: dict[int, LogitshipError],
+        masks: StepMasks,
     ) -> None:
         """Sample the tokens of some rows.
 
@@ -92,11 +101,14 @@ class RandomSampling(SamplerOp[SamplingRow, list[RandomRows]]):
             random: the random ones among the rows.
             tokens: int64 [rows]: gets their tokens.
             faults: faults by row: gets those of rows without a finite logit.
+            masks: gets the tokens that could be sampled.
         """
         for part in random:
-            tokens.index_copy_(0, part.rows, self._sample(logits, part, faults))
+            tokens.index_copy_(0, part.rows, self._sample(logits, part, faults, masks))
 
-    def _sample(self, logits: torch.Tensor, random: RandomRows, faults: dict[int, LogitshipError]) -> torch.Tensor:
+    def _sample(
+        self, logits: torch.Tensor, random: RandomRows, faults: dict[int, LogitshipError], masks: StepMasks
+    ) -> torch.Tensor:
         uniform = random.uniform()
         tokens = torch.zeros_like(random.rows)
         for part in row_parts(len(uniform), logits, _PART_SIZE):
@@ -108,7 +120,10 @@ class RandomSampling(SamplerOp[SamplingRow, list[RandomRows]]):
                 tokens[part] = random_sample(probabilities, self._to_device(uniform[part]))
             else:
                 top_k, top_p, numbers = random.top_k[part], random.top_p[part], uniform[part].tolist()
-                tokens[part] = top_k_top_p_sample(some, probabilities, top_k, top_p, numbers)
+                in_part = random.row_list[part]
+                kept = dict.fromkeys(place for place, row in enumerate(in_part) if row in masks.rows)
+                tokens[part] = top_k_top_p_sample(some, probabilities, top_k, top_p, numbers, kept)
+                masks.keep({in_part[place]: found for place, found in kept.items() if found is not None})
         return tokens
 
 

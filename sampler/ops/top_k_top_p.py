@@ -55,10 +55,24 @@ class CandidateSample:
     Attributes:
         position: the sampled candidate; None if not all kept tokens may be among the candidates.
         candidates_needed: minimum number of candidates that are needed to decide.
+        num_kept: number of candidates that top-k and top-p keep: the first ones.
     """
 
     position: int | None
     candidates_needed: float = 0
+    num_kept: int = 0
+
+
+class KeptTokens(NamedTuple):
+    """The tokens of a row that top-k and top-p keep.
+
+    Attributes:
+        token_ids: the tokens, by their ranking.
+        weights: their `integer_weights`.
+    """
+
+    token_ids: list[int]
+    weights: list[int]
 
 
 def sample_from_candidates(
@@ -96,7 +110,7 @@ def sample_from_candidates(
             border = kept - 1
     elif top_k == 0 and not complete:
         return CandidateSample(None, math.inf)
-    return CandidateSample(bisect_right(sums, int(uniform * sums[border])))
+    return CandidateSample(bisect_right(sums, int(uniform * sums[border])), num_kept=border + 1)
 
 
 def sample_from_all(logits: torch.Tensor, weights: torch.Tensor, top_k: int, top_p: float, uniform: float) -> int:
@@ -249,6 +263,7 @@ def top_k_top_p_sample(
     top_k: Sequence[int],
     top_p: Sequence[float],
     uniform: Sequence[float],
+    kept: dict[int, KeptTokens | None] | None = None,
 ) -> torch.Tensor:
     """Sample one token per row from those that top-k and top-p keep.
 
@@ -260,10 +275,12 @@ def top_k_top_p_sample(
         top_k: of each row; 0, or the vocabulary's size and more, for all tokens.
         top_p: of each row, above 0 and at most 1.
         uniform: of each row, in [0, 1).
+        kept: its keys are rows; they get the tokens that are kept, unless these are only known by reading all of them.
 
     Returns:
         int64 [rows]; never a token of probability 0.
     """
+    kept = {} if kept is None else kept
     vocab_size = logits.shape[-1]
     settings = [(k if k < vocab_size else 0, p, number) for k, p, number in zip(top_k, top_p, uniform, strict=True)]
     tokens = [0] * len(settings)
@@ -275,9 +292,12 @@ def top_k_top_p_sample(
             sample = sample_from_candidates(candidates.logits, candidates.weights, candidates.complete, *settings[row])
             if sample.position is None:
                 undecided[row] = sample.candidates_needed
-            else:
-                tokens[row] = candidates.token_ids[sample.position]
-                del undecided[row]
+                continue
+            tokens[row] = candidates.token_ids[sample.position]
+            del undecided[row]
+            if row in kept:
+                of_row = slice(sample.num_kept)
+                kept[row] = KeptTokens(candidates.token_ids[of_row], candidates.weights[of_row])
     for row in undecided:
         tokens[row] = sample_from_all(logits[row], integer_weights(probabilities[row]), *settings[row])
     return copies_to(logits.device)(np.array(tokens))

@@ -28,7 +28,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.sandbox.group_snapshot import GroupSnapshot
 from logitship.sampler.sandbox.worker import SequenceState
 
-from .replay import Recording
+from .replayed_calls import Recording
 
 
 @dataclass

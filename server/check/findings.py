@@ -8,7 +8,7 @@ from typing import Any
 from logitship.client.check_report import CheckResult, Finding, Severity, Verdict, shown_params
 from logitship.client.errors import ProcessorFault
 
-from .replay import Mismatch, Recording
+from .replayed_calls import Mismatch, Recording
 
 KILLED = frozenset({"deadline", "crash", "cpu_time", "protocol", "load"})
 """Kinds of faults that end a sandbox."""

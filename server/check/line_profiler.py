@@ -24,7 +24,7 @@ from logitship.client.serialization.serialize import own_packages
 
 from .dry_run import DryRun
 from .local_timing import median_seconds
-from .replay import Recording
+from .replayed_calls import Recording
 
 _MAX_LINES = 2
 _MIN_SHARE = 0.1

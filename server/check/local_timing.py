@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 from .dry_run import DryRun
-from .replay import Recording
+from .replayed_calls import Recording
 
 SECONDS = 0.5
 """Duration of a measurement."""

@@ -31,7 +31,7 @@ from .class_import import require_processor_class
 from .dry_run import DryRun, DryRunFacts
 from .environment import CheckEnvironment
 from .findings import is_killed, not_checked, result
-from .replay import Recording, batched, record, replay
+from .replayed_calls import Recording, batched, record, replay
 
 _MIN_RECORDINGS = 2
 """With fewer, there is nothing to compare."""

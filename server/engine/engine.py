@@ -308,7 +308,8 @@ class Engine:
                 self._end_with_fault(sequence, faults[place])
                 continue
             record = sampled.logprobs[place]
-            sequence.append(sampled.token_ids[place], _public(record) if record else None, sampled.traces[place])
+            logprobs = _public(record) if record else None
+            sequence.append(sampled.token_ids[place], logprobs, sampled.traces[place], sampled.masks[place])
             if sequence.finish_reason is None:
                 running.append(row)
                 self._unemitted.append(sequence)

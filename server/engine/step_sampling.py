@@ -51,7 +51,8 @@ class StepSampling:
         tokens = self._largest(depth, remaining)
         if tokens:
             self._sampler.skip(tokens)
-            yield [*tokens], SamplerOutput([*tokens.values()], [None] * len(tokens), [], [None] * len(tokens))
+            nothing = [None] * len(tokens)
+            yield [*tokens], SamplerOutput([*tokens.values()], [*nothing], [], [*nothing], [*nothing])
         others = [row for row in rows if row not in tokens]
         if others:
             with self._clock.forward:

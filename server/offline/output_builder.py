@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from logitship.client.records import TokenTrace, TraceCandidate
+from logitship.client.sampling_record import SamplingRecord
 from logitship.sampler.trace import RowTrace
 from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.requests.messages import (
@@ -12,6 +13,7 @@ from logitship.server.requests.messages import (
     TokenLogprobs,
     best_continuations,
 )
+from logitship.server.requests.sampling_records import sampling_record
 from logitship.server.tokenizer import Tokenizer
 
 from .outputs import CompletionOutput, Logprob, RequestOutput
@@ -23,12 +25,13 @@ class OutputBuilder:
 
     Args:
         request: the submitted request.
-        model: has the model's own EOS tokens.
+        model: has the model's own EOS tokens, and the size of its vocabulary.
         tokenizer: decodes the tokens of log-probabilities and traces.
     """
 
     def __init__(self, request: OfflineRequest, model: ModelInfo, tokenizer: Tokenizer) -> None:
         self._request = request
+        self._vocab_size = model.vocab_size
         self._tokenizer = tokenizer
         params = request.request.sampling_params
         self._shows_logprobs = params.logprobs is not None
@@ -90,8 +93,15 @@ class OutputBuilder:
             stop_reason=None if reason is None or reason.matched in self._own_eos_token_ids else reason.matched,
             receipts=continuation.receipts,
             beam_score=continuation.beam_score,
+            sampling_record=self._record(continuation),
             trace=list(continuation.token_traces) if self._shows_traces else None,
         )
+
+    def _record(self, continuation: _Tables) -> SamplingRecord | None:
+        params = self._request.request.sampling_params
+        if not params.return_sampling_mask:
+            return None
+        return sampling_record(params, self._vocab_size, continuation.token_ids, continuation.masks)
 
     def _token_trace(self, trace: RowTrace) -> TokenTrace:
         return TokenTrace(self._candidate(trace.token_id), tuple(map(self._candidate, trace.candidates)), trace.stages)

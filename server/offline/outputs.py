@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from logitship.client.records import Receipt, TokenTrace, answer_html
+from logitship.client.sampling_record import SamplingRecord
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class CompletionOutput:
             for all other reasons.
         receipts: at the end, one per processor of the request.
         beam_score: with beam search, the score that ranks the sequences; else None.
+        sampling_record: how the tokens were sampled, for `logitship.replay`, with `return_sampling_mask`; else None.
         trace: one per token if requested, else None.
     """
 
@@ -51,6 +53,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     receipts: tuple[Receipt, ...] = ()
     beam_score: float | None = None
+    sampling_record: SamplingRecord | None = field(default=None, repr=False)
     trace: list[TokenTrace] | None = None
 
     def finished(self) -> bool:

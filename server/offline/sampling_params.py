@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Self
 
-from logitship.sampler.sampling_params import InvalidSamplingParams, LogprobsMode
+from logitship.sampler.sampling_params import InvalidSamplingParams, LogprobsMode, SamplingMaskFormat
 from logitship.sampler.sampling_params import SamplingParams as EngineSamplingParams
 from logitship.server.processors.request_processors import RESERVED_KEY
 from logitship.server.requests.messages import BeamSearch, beam_search_of
@@ -26,6 +26,8 @@ _UNSUPPORTED = {
     "prompt_logprob_start": None,
     "prompt_logprob_token_ids": None,
     "repetition_detection": None,
+    "sampling_logprobs_mode": "selected",
+    "sampling_mask_format": "packed",
     "skip_reading_prefix_cache": None,
     "stream_interval": None,
     "trace_decode_token_ids": None,
@@ -77,6 +79,8 @@ class SamplingParams(EngineSamplingParams):
     logprobs_mode: LogprobsMode | None = None  # type: ignore[assignment]  # never None in the engine
     """Log-probabilities before any edit of the logits, or after all of them. None: the setting of the `LLM`."""
 
+    sampling_mask_format: SamplingMaskFormat = "packed"
+
     custom_logit_processor: Any = None
     """As in SGLang: a `CustomLogitProcessor` class, a processor string or its dict, an installed processor's name, or a
     digest; or a list of these, run in this order. Each gets `custom_params`."""
@@ -103,7 +107,7 @@ class SamplingParams(EngineSamplingParams):
 
     def __post_init__(self) -> None:
         for name, default in _UNSUPPORTED.items():
-            if getattr(self, name) is not default:
+            if getattr(self, name) != default:
                 raise InvalidSamplingParams(name, f"is not supported by logitship: leave it at {default}")
         for name, advice in _ENGINE_ONLY.items():
             if getattr(self, name):

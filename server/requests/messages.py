@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 from logitship.client.records import Receipt
 from logitship.client.serialization.processor_string import ProcessorString
+from logitship.sampler.ops.sampling_masks import RowMask
 from logitship.sampler.sampling_params import InvalidSamplingParams, SamplingParams
 from logitship.sampler.trace import RowTrace
 
@@ -272,6 +273,8 @@ class GenerationChunk:
     """One per new token, if requested."""
     traces: list[RowTrace] = field(default_factory=list)
     """One per new token, if requested."""
+    masks: list[RowMask] = field(default_factory=list)
+    """One per new token, if requested."""
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     """On the first chunk, if requested: from `prompt_logprobs_start` on."""
     finish_reason: FinishReason | None = None
@@ -299,6 +302,7 @@ def merge_chunks(chunks: Sequence[GenerationChunk]) -> GenerationChunk:
         token_ids=[token_id for chunk in chunks for token_id in chunk.token_ids],
         logprobs=[logprobs for chunk in chunks for logprobs in chunk.logprobs],
         traces=[trace for chunk in chunks for trace in chunk.traces],
+        masks=[mask for chunk in chunks for mask in chunk.masks],
         prompt_logprobs=[logprobs for chunk in chunks for logprobs in chunk.prompt_logprobs],
     )
 
@@ -341,6 +345,7 @@ class Continuation:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     traces: list[RowTrace] = field(default_factory=list)
+    masks: list[RowMask] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     prompt_tokens: int = 0
@@ -362,6 +367,7 @@ class Continuation:
             token_ids=self.token_ids.copy(),
             logprobs=self.logprobs.copy(),
             traces=self.traces.copy(),
+            masks=self.masks.copy(),
             prompt_logprobs=self.prompt_logprobs.copy(),
         )
 
@@ -371,6 +377,7 @@ class Continuation:
         self.token_ids += chunk.token_ids
         self.logprobs += chunk.logprobs
         self.traces += chunk.traces
+        self.masks += chunk.masks
         self.prompt_logprobs += chunk.prompt_logprobs
         self.finish_reason = chunk.finish_reason
         self.prompt_tokens = chunk.prompt_tokens

@@ -316,6 +316,8 @@ def _check_beam_search(request: GenerationRequest, search: BeamSearch, limits: L
         raise BadRequest("must be 1 or greater with beam search", param="max_tokens")
     if params.trace is not None:
         raise BadRequest("is not supported with beam search: leave it out", param="trace")
+    if params.return_sampling_mask:
+        raise BadRequest("is not supported with beam search, which does not sample", param="return_sampling_mask")
     for name in params.random_fields:
         raise BadRequest("has no effect with beam search, which does not sample: leave it out", param=name)
     if params.logprobs is not None and params.logprobs_mode != "processed_logprobs":

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from logitship.sampler.ops.sampling_masks import RowMask
 from logitship.sampler.processors.processor_groups import uses_of
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.sampler.trace import RowTrace
@@ -34,12 +35,14 @@ class _Unemitted(NamedTuple):
         length: tokens of the output with it.
         logprobs: its log-probabilities, if requested.
         trace: its trace, if requested.
+        mask: its sampling mask, if requested.
     """
 
     token_id: int
     length: int
     logprobs: TokenLogprobs | None
     trace: RowTrace | None
+    mask: RowMask | None
 
 
 class Sequence:
@@ -176,7 +179,13 @@ class Sequence:
             return self.prompt_token_ids[self.num_computed : self.num_computed + count]
         return self.output_token_ids[-1:]
 
-    def append(self, token_id: int, logprobs: TokenLogprobs | None, trace: RowTrace | None = None) -> None:
+    def append(
+        self,
+        token_id: int,
+        logprobs: TokenLogprobs | None,
+        trace: RowTrace | None = None,
+        mask: RowMask | None = None,
+    ) -> None:
         """Append a sampled token, and check whether it ends the sequence.
 
         Its chunk is emitted now if it does, or if that depends on its text; else by the next `emit`, because sandboxes
@@ -184,20 +193,21 @@ class Sequence:
         """
         may_end = self._searches_text or self.is_ended_by(token_id)
         self.output_token_ids.append(token_id)
-        self._unemitted.append(_Unemitted(token_id, len(self.output_token_ids), logprobs, trace))
+        self._unemitted.append(_Unemitted(token_id, len(self.output_token_ids), logprobs, trace, mask))
         if may_end:
             self.emit()
 
     def emit(self) -> None:
         """Emit the chunks of the tokens that have none yet."""
         unemitted, self._unemitted = self._unemitted, []
-        for token_id, length, logprobs, trace in unemitted:
-            text = self._detokenize(token_id, length)
+        for each in unemitted:
+            length = each.length
+            text = self._detokenize(each.token_id, length)
             if self.finish_reason is None and length >= self._max_tokens:
                 text += self._flush()
                 # The last piece may complete a stop string, which then is the finish reason.
                 self.finish_reason = self.finish_reason or FinishReason("length")
-            self._emit(text, length, [token_id], [logprobs] if logprobs else [], [trace] if trace else [])
+            self._emit(text, length, each)
 
     def is_ended_by(self, token_id: int) -> bool:
         """Return whether a token would end the sequence if it came next, except by its text."""
@@ -234,7 +244,7 @@ class Sequence:
         self.emit()
         text = self._flush()
         self.finish_reason = reason
-        self._emit(text, len(self.output_token_ids), [], [], [])
+        self._emit(text, len(self.output_token_ids))
 
     @property
     def _searches_text(self) -> bool:
@@ -296,14 +306,7 @@ class Sequence:
         text = self._search_stop(self._detokenizer.flush())
         return text if self.finish_reason and self.finish_reason.kind == "stop" else text + self._stop_strings.flush()
 
-    def _emit(
-        self,
-        text: str,
-        completion_tokens: int,
-        token_ids: list[int],
-        logprobs: list[TokenLogprobs],
-        traces: list[RowTrace],
-    ) -> None:
+    def _emit(self, text: str, completion_tokens: int, new: _Unemitted | None = None) -> None:
         finished = self.finish_reason is not None
         prompt_logprobs = [] if self._has_emitted else self.prompt_logprobs.copy()
         self._has_emitted = True
@@ -311,9 +314,10 @@ class Sequence:
             GenerationChunk(
                 index=self.index,
                 text=text,
-                token_ids=token_ids,
-                logprobs=logprobs,
-                traces=traces,
+                token_ids=[] if new is None else [new.token_id],
+                logprobs=[] if new is None or new.logprobs is None else [new.logprobs],
+                traces=[] if new is None or new.trace is None else [new.trace],
+                masks=[] if new is None or new.mask is None else [new.mask],
                 prompt_logprobs=prompt_logprobs,
                 finish_reason=self.finish_reason,
                 prompt_tokens=self.num_prompt,

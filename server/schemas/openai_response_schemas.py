@@ -7,7 +7,7 @@ from typing import Literal, NotRequired
 from typing_extensions import TypedDict
 
 from .documented import documented, example_of
-from .response_schemas import DIGEST, ReceiptObject, TokenTraceObject
+from .response_schemas import DIGEST, ReceiptObject, SamplingMaskFields, TokenTraceObject
 
 _RECEIPT = {"digest": DIGEST, "name": "Lipogram", "steps": 4, "milliseconds": 0.869, "forced_steps": 0}
 _USAGE = {
@@ -61,10 +61,11 @@ class PromptLogprob(TypedDict):
         "stop_reason": "\n",
         "receipts": [_RECEIPT],
         "token_ids": [7042],
+        **example_of(SamplingMaskFields),
         "trace": _TRACE,
     }
 )
-class ChoiceEnding(TypedDict):
+class ChoiceEnding(SamplingMaskFields):
     """Fields common to all choices."""
 
     finish_reason: Literal["stop", "length", "abort", "tool_calls"] | None

@@ -14,10 +14,10 @@ from .request_schema import (
     Count,
     FieldError,
     Id,
+    RecordFields,
     RequestModel,
     SamplingFields,
     Seed,
-    TraceOptions,
     check_length,
     is_list_of_prompts,
     is_token_ids,
@@ -38,7 +38,7 @@ class StreamOptions(RequestModel):
     """Send the token counts so far in every event."""
 
 
-class OpenAIFields(SamplingFields, OpenAIGrammarFields):
+class OpenAIFields(SamplingFields, RecordFields, OpenAIGrammarFields):
     """Fields of both routes."""
 
     examples: ClassVar = {
@@ -54,7 +54,6 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
         "custom_logit_processor": {"name": "disallowed_tokens"},
         "logits_processors": [{"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [30]}}],
         "vllm_xargs": {"target_token": 30},
-        "trace": {"top": 5},
         "request_id": "first",
         "rid": "first",
     }
@@ -87,8 +86,6 @@ class OpenAIFields(SamplingFields, OpenAIGrammarFields):
     prompts also a list of such lists."""
     vllm_xargs: dict[str, Any] | None = None
     """Parameters of installed batch processors, as in vLLM."""
-    trace: TraceOptions | None = None
-    """Return a trace per token: how each processor and sampling parameter changed the probabilities."""
     request_id: Id | None = None
     """Id of the request and the response."""
     rid: Id | None = None

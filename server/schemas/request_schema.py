@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias, TypeVar
 
 from pydantic import ConfigDict, Field, PlainValidator, ValidationError, ValidationInfo, model_validator
 
 from logitship.builtin_processors.params import plain_reason
-from logitship.sampler.sampling_params import MAX_TRACED, LogprobsMode
+from logitship.sampler.sampling_params import MAX_TRACED, LogprobsMode, SamplingLogprobsMode, SamplingMaskFormat
 from logitship.server.refusals import BadRequest
 from logitship.server.requests.messages import BeamSearch, EarlyStopping, beam_search_of
 
@@ -339,6 +339,34 @@ class TraceOptions(RequestModel):
 
     top: int = Field(default=20, ge=1, le=MAX_TRACED)
     """Number of most likely tokens per stage."""
+
+
+class RecordFields(RequestModel):
+    """Records of the tokens of an answer, in both APIs."""
+
+    examples: ClassVar = {
+        "return_sampling_mask": True,
+        "sampling_mask_format": "packed",
+        "sampling_logprobs_mode": "selected",
+        "trace": TraceOptions.examples,
+    }
+
+    return_sampling_mask: bool = False
+    """Return for each output token the tokens that could be sampled in its place, and its log-probability under the
+    distribution that it was sampled from. Needs `top_k` from 1 to 4096, `temperature` 0, or the format `packed`."""
+    sampling_mask_format: SamplingMaskFormat = "lists"
+    """`lists`: of token ids, as in SGLang and vLLM. `packed`: a `sampling_record`, for `logitship.replay`."""
+    sampling_logprobs_mode: SamplingLogprobsMode = "selected"
+    """`selected`: the log-probability of the output token. `support`: those of all tokens in its mask."""
+    trace: TraceOptions | None = None
+    """Return a trace per token: how each processor and sampling parameter changed the probabilities."""
+
+    @model_validator(mode="after")
+    def _check_masks(self) -> Self:
+        for name in ("sampling_mask_format", "sampling_logprobs_mode"):
+            if name in self.model_fields_set and not self.return_sampling_mask:
+                raise FieldError(name, "requires return_sampling_mask")
+        return self
 
 
 class SamplingFields(RequestModel):

@@ -1,4 +1,4 @@
-"""Objects in the responses of several routes: errors, receipts, traces."""
+"""Objects in the responses of several routes: errors, receipts, sampling masks, traces."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from logitship.client.records import Receipt
 
-from .documented import documented
+from .documented import documented, example_of
 
 DIGEST = "sha256:d59b82276836541679b9d69859783f73e2d2d78894e7979162f769268c1f2a72"
 """Digest in the examples."""
@@ -209,3 +209,64 @@ class LoadResponse(TypedDict):
 
     server_load: int
     """Sequences that run or wait."""
+
+
+@documented(
+    {
+        "version": 1,
+        "vocab_size": 49152,
+        "temperature": 0.7,
+        "start": 0,
+        "token_ids": "ghvw/A==",
+        "logprobs": "zcxMvQAAgL8=",
+        "forms": "AAE=",
+        "lengths": "AgABAA==",
+        "kept": "ghv9AA==",
+        "removed": "HgA=",
+        "bits": "AAAA",
+    }
+)
+class SamplingRecordObject(TypedDict):
+    """Record of the sampling of tokens, for `logitship.replay`. Arrays are in base64, or left out if empty."""
+
+    version: int
+    """Version of the layout."""
+    vocab_size: int
+    """Number of tokens of the vocabulary."""
+    temperature: float
+    """The number that the logits were divided by; 1 for a request with temperature 0."""
+    start: int
+    """Number of tokens of the output before these."""
+    token_ids: NotRequired[str]
+    """The tokens: little-endian, 2 bytes each if the vocabulary has fewer than 65,536 tokens, else 4."""
+    logprobs: NotRequired[str]
+    """The log-probability of each under the distribution that it was sampled from: float32."""
+    forms: NotRequired[str]
+    """The form of each mask, a byte. 0: the tokens that could be sampled. 1: the others. 2: a bit per token."""
+    lengths: NotRequired[str]
+    """Number of token ids of each mask, in as many bytes as a token id; 0 for form 2."""
+    kept: NotRequired[str]
+    """The token ids of the masks of form 0, one mask after the other, each with the most likely token first."""
+    removed: NotRequired[str]
+    """The same for form 1, ascending."""
+    bits: NotRequired[str]
+    """The masks of form 2: set bits could be sampled, and the lowest bit of a byte is the first token."""
+
+
+@documented(
+    {
+        "sampling_mask": [[7042, 253]],
+        "sampling_logprobs": [-0.05],
+        "sampling_record": example_of(SamplingRecordObject),
+    }
+)
+class SamplingMaskFields(TypedDict):
+    """Sampling masks of the output's tokens, or of the new tokens of a stream event."""
+
+    sampling_mask: NotRequired[list[list[int]]]
+    """With `return_sampling_mask`: for each token those that could be sampled, the most likely first (vLLM's field)."""
+    sampling_logprobs: NotRequired[list[float] | list[list[float]]]
+    """With `return_sampling_mask`: the log-probability of each token under the distribution that it was sampled from,
+    or with `sampling_logprobs_mode` `support` those of all tokens of its mask."""
+    sampling_record: NotRequired[SamplingRecordObject]
+    """With `sampling_mask_format` `packed`: the same, in its place."""

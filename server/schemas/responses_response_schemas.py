@@ -8,7 +8,7 @@ from typing_extensions import TypedDict
 
 from .documented import documented, example_of
 from .openai_response_schemas import ChatLogprobsContent
-from .response_schemas import ReceiptObject, TokenTraceObject
+from .response_schemas import ReceiptObject, SamplingMaskFields, TokenTraceObject
 
 _TEXT = {"type": "output_text", "text": "The moon is a rock.", "annotations": []}
 _MESSAGE = {"type": "message", "id": "msg_1", "status": "completed", "role": "assistant", "content": [_TEXT]}
@@ -116,12 +116,13 @@ _RESPONSE = {
     "usage": _USAGE,
     "receipts": [example_of(ReceiptObject)],
     "token_ids": [504, 9151],
+    **example_of(SamplingMaskFields),
     "trace": [example_of(TokenTraceObject)],
 }
 
 
 @documented(_RESPONSE)
-class ResponseObject(TypedDict):
+class ResponseObject(SamplingMaskFields):
     """A response."""
 
     id: str

@@ -9,7 +9,7 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from .documented import documented, example_of
-from .response_schemas import DIGEST, ReceiptObject, TokenTraceObject
+from .response_schemas import DIGEST, ReceiptObject, SamplingRecordObject, TokenTraceObject
 
 TokenLogprobEntry: TypeAlias = Annotated[
     Sequence[float | int | str | None],
@@ -87,6 +87,10 @@ class AbortReason(TypedDict):
         "output_top_logprobs": [[[-0.105, 7042, " Paris"], [-3.2, 253, " a"]]],
         "input_token_ids_logprobs": [None, [[-3.5, 9642, None]]],
         "output_token_ids_logprobs": [[[-4.25, 9642, " Yes"], [-6.5, 2822, " No"]]],
+        "output_token_sampling_mask": [[7042, 253]],
+        "output_token_sampling_logprobs": [-0.05],
+        "output_token_sampling_mask_length": 1,
+        "sampling_record": example_of(SamplingRecordObject),
         "trace": [example_of(TokenTraceObject)],
         "receipts": [example_of(ReceiptObject)],
         "cumulative_logprob": -2.5,
@@ -127,6 +131,15 @@ class MetaInfo(TypedDict):
     """With `token_ids_logprob`: these tokens at each prompt position."""
     output_token_ids_logprobs: NotRequired[list[list[TokenLogprobEntry] | None]]
     """With `token_ids_logprob`: these tokens at each output position."""
+    output_token_sampling_mask: NotRequired[list[list[int]]]
+    """With `return_sampling_mask`: for each output token those that could be sampled, the most likely first."""
+    output_token_sampling_logprobs: NotRequired[list[float] | list[list[float]]]
+    """With `return_sampling_mask`: the log-probability of each output token under the distribution that it was sampled
+    from, or with `sampling_logprobs_mode` `support` those of all tokens of its mask."""
+    output_token_sampling_mask_length: NotRequired[int]
+    """With `return_sampling_mask`: length of `output_token_sampling_mask`."""
+    sampling_record: NotRequired[SamplingRecordObject]
+    """With `sampling_mask_format` `packed`: the masks of the new tokens. No event of a stream repeats them."""
     trace: NotRequired[list[TokenTraceObject]]
     """With `trace`: one entry per token of the output so far."""
     receipts: NotRequired[list[ReceiptObject]]

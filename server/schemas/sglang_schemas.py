@@ -14,10 +14,10 @@ from .request_schema import (
     MAX_PROMPTS,
     FieldError,
     Id,
+    RecordFields,
     RequestModel,
     SamplingFields,
     Seed,
-    TraceOptions,
     is_list_of_prompts,
     is_token_ids,
     one_or_list,
@@ -114,7 +114,7 @@ class SGLangSamplingParams(SamplingFields, GrammarFields):
             yield Constraint({name: self.structural_tag}, f"{at}.{name}" if at else name)
 
 
-class GenerateRequest(RequestModel):
+class GenerateRequest(RecordFields):
     """Body of `/generate`."""
 
     examples: ClassVar = {
@@ -132,7 +132,7 @@ class GenerateRequest(RequestModel):
         "top_logprobs_num": 5,
         "token_ids_logprob": [9642, 2822],
         "return_text_in_logprobs": True,
-        "trace": {"top": 5},
+        "return_sampling_mask": True,
     }
     rules: ClassVar = BODY_RULES
     elsewhere: ClassVar = dict.fromkeys(SGLangSamplingParams.model_fields, "in sampling_params")
@@ -167,8 +167,8 @@ class GenerateRequest(RequestModel):
     """Tokens whose log-probabilities to return per position; for a list of prompts also a list of such lists."""
     return_text_in_logprobs: bool = False
     """Return the tokens' texts next to their ids."""
-    trace: TraceOptions | None = None
-    """Return a trace per token: how each processor and sampling parameter changed the probabilities."""
+    return_sampling_mask: OneOrMoreFlags = False  # type: ignore[assignment]  # SGLang takes lists
+    """See `/v1/completions`; for a list of prompts also a list."""
 
 
 SGLangSamplingParams.elsewhere = dict.fromkeys(GenerateRequest.model_fields, "next to sampling_params, not in it")

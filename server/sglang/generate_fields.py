@@ -13,10 +13,6 @@ from typing import Any
 
 import orjson
 
-from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
-from logitship.builtin_processors.sglang_names import INSTALLED_BY_REFERENCE
-from logitship.client.errors import ProcessorLoadError
-from logitship.client.serialization.processor_string import InstalledProcessor, PickledProcessor, parse
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import ProcessorRequest
@@ -197,17 +193,6 @@ def read_mark(marked: str) -> tuple[str, str]:
         raise ValueError(f"{PROCESSOR}: the request has not been checked by logitship in SGLang's front end")
     tenant, _, string = marked[len(ADMITTED) :].partition(":")
     return tenant, string
-
-
-def only_forbids(string: str) -> bool:
-    """Return whether an admitted string is that of SGLang's or logitship's built-in that only forbids tokens."""
-    try:
-        parsed = parse(read_mark(string)[1])
-    except (ValueError, ProcessorLoadError):
-        return False
-    if isinstance(parsed, PickledProcessor):
-        return INSTALLED_BY_REFERENCE.get(parsed.reference) is DisallowedTokensLogitsProcessor
-    return parsed == InstalledProcessor(DisallowedTokensLogitsProcessor.name)
 
 
 _ALL_TOKENS = 1 << 30

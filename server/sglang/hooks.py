@@ -21,7 +21,7 @@ from logitship_sglang import GENERATE, logger
 from .finish_abort import reject
 from .forward_step import ForwardStep
 from .front_end import FrontEnd
-from .generate_fields import SENT, only_forbids, read_body
+from .generate_fields import SENT, read_body
 from .hook_registry import apply_hooks
 from .loading_requests import LoadingRequests
 from .receipt_info import receipts_of, send_receipts
@@ -250,8 +250,8 @@ def _rows(info: Any) -> dict[int, TrackedRequest]:
 
 
 def supports_sampling_mask(supports_sampling_mask: Function, serialized_processor: str) -> bool:
-    """Return whether a processor only forbids tokens, without unpickling it."""
-    return only_forbids(serialized_processor)
+    """Return True: SGLang takes the masks after all processors. Its own function would unpickle the string."""
+    return True
 
 
 def has_receipts(should_build: Function, streamer: Any) -> bool:

@@ -2,7 +2,7 @@
 
 Names in `__all__` come from `logitship.client`. `LLM`, `AsyncLLM`, `SamplingParams`, `BeamSearchParams`,
 `StructuredOutputsParams`, `RequestOutput`, `CompletionOutput` and `enable_vllm_names` are imported from
-`logitship.server` on first access.
+`logitship.server` on first access, and `replay`, a module, from `logitship.client`.
 """
 
 from typing import TYPE_CHECKING
@@ -89,6 +89,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from logitship.client import replay as replay
     from logitship.server.offline.async_llm import AsyncLLM as AsyncLLM
     from logitship.server.offline.llm import LLM as LLM
     from logitship.server.offline.llm_beam_search import BeamSearchParams as BeamSearchParams
@@ -118,6 +119,10 @@ else:
             from importlib.metadata import version
 
             return version("logitship")
+        if name == "replay":
+            from logitship.client import replay
+
+            return replay
         if name in _SERVER_NAMES:
             return _import_from_server(name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -131,4 +136,4 @@ else:
             raise ImportError(f'logitship.{name} needs the server: pip install "logitship[serve]" ({error})') from error
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_SERVER_NAMES})
+        return sorted({*globals(), *_SERVER_NAMES, "replay"})

@@ -58,3 +58,11 @@ class HashesHistory(CustomLogitProcessor):
 def history_token(prompt: Sequence[int], output: Sequence[int], calls: int) -> int:
     """Return the token that `HashesHistory` forces."""
     return 5000 + zlib.crc32(repr((list(prompt), list(output), calls)).encode()) % 10_000
+
+
+class OnlyEven(CustomLogitProcessor):
+    """Forbids tokens with odd ids."""
+
+    def __call__(self, logits: torch.Tensor, custom_param_list: Any = None) -> torch.Tensor:
+        logits[:, 1::2] = -torch.inf
+        return logits

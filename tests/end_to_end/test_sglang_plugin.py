@@ -8,6 +8,7 @@ chunks of 64 tokens, and retracts requests all the time: `SGLANG_TEST_RETRACT`.
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import random
@@ -45,7 +46,7 @@ from logitship.server.doctor import run_doctor_command
 from logitship.server.tokenizer import Tokenizer
 from tests.helpers.metrics import growth, read_metrics, settled_metrics
 
-from .history_processors import FIRST, CountsCalls, ForcesFromTable, HashesHistory, history_token
+from .history_processors import FIRST, CountsCalls, ForcesFromTable, HashesHistory, OnlyEven, history_token
 from .sglang_escapes import ESCAPES, PREVENTED, escaping
 from .sglang_faults import FAULTS, faulty
 from .sglang_server import SglangServer, add_distribution, sglang_serve
@@ -692,18 +693,26 @@ def test_requests_go_on_while_a_class_is_loaded(client: Client) -> None:
     assert max(durations) < seconds
 
 
+@pytest.mark.mode("SGLang", "sampling masks with any processor", "the real engine")
 @with_overlap
-def test_sampling_mask(server: SglangServer) -> None:
-    """SGLang's front end unpickles the processor for this."""
+def test_sampling_masks(server: SglangServer) -> None:
+    """SGLang alone refuses them with all processors but one, which it unpickles to find out."""
     body = {
         "text": PROMPT,
         "return_sampling_mask": True,
-        "sampling_params": {"max_new_tokens": 1, "top_k": 4, "custom_params": {"token_ids": [5]}},
-        "custom_logit_processor": CountsCalls.to_str(),
+        "sampling_logprobs_mode": "support",
+        "sampling_params": {"max_new_tokens": 8, "ignore_eos": True, "top_k": 4, "top_p": 0.95, "temperature": 0.8},
     }
-    refused = httpx.post(f"{server.url}/generate", json=body, timeout=60)
-    assert refused.status_code == 400
-    assert "return_sampling_mask only supports DisallowedTokensLogitsProcessor" in refused.text
+    shipped = {"custom_logit_processor": OnlyEven.to_str()}
+    for processor in ({}, shipped):
+        answer = httpx.post(f"{server.url}/generate", json=body | processor, timeout=60).raise_for_status().json()
+        meta, tokens = answer["meta_info"], answer["output_ids"]
+        masks, logprobs = meta["output_token_sampling_mask"], meta["output_token_sampling_logprobs"]
+        assert len(masks) == len(tokens) == 8
+        assert all(token in mask for token, mask in zip(tokens, masks, strict=True))
+        assert all(len(mask) <= 4 for mask in masks)
+        assert all(sum(map(math.exp, each)) == pytest.approx(1, abs=1e-4) for each in logprobs)
+        assert processor is not shipped or all(token % 2 == 0 for mask in masks for token in mask)
 
 
 @with_overlap

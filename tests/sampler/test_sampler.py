@@ -317,7 +317,7 @@ def test_wrong_logits_shape_is_rejected() -> None:
 
 def test_empty_batch() -> None:
     sampler = Sampler(5, CPU, LogitsProcessors(builtin_processors()), None)
-    assert sampler.sample(torch.empty(0, 5)) == SamplerOutput([], [], [], [])
+    assert sampler.sample(torch.empty(0, 5)) == SamplerOutput([], [], [], [], [])
 
 
 def test_sampled_tokens_follow_distribution() -> None:

@@ -12,7 +12,7 @@ from logitship.client.check_report import CheckResult, Finding, Severity
 from logitship.client.errors import ProcessorFault
 from logitship.server.check.dry_run import DryRun, DryRunFacts
 from logitship.server.check.findings import FAULT_ADVICE, not_checked, result
-from logitship.server.check.replay import Recording
+from logitship.server.check.replayed_calls import Recording
 
 _ARGMAX_ADVICE = (
     "A server may skip an argmax-invariant processor for greedy requests, which would then get other tokens. Keep the "

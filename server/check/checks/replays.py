@@ -14,7 +14,7 @@ from logitship.client.serialization.processor_string import PickledProcessor
 from logitship.server.check.dry_run import DryRunFacts
 from logitship.server.check.environment import CheckEnvironment, FreshProcessor
 from logitship.server.check.findings import describe, details, is_killed, killed_result, list_rows, result
-from logitship.server.check.replay import (
+from logitship.server.check.replayed_calls import (
     Mismatch,
     Recording,
     batched,

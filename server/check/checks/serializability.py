@@ -13,7 +13,7 @@ from logitship.client.serialization.processor_string import PYTHON, PickledProce
 from logitship.client.serialization.syntax import parse as parse_source
 from logitship.server.check.environment import CheckEnvironment
 from logitship.server.check.findings import describe, result
-from logitship.server.check.replay import Recording, one_by_one, replay
+from logitship.server.check.replayed_calls import Recording, one_by_one, replay
 from logitship.server.processors.check_params import check as check_params
 
 CHECK = "serializable"

@@ -16,7 +16,7 @@ from logitship.server.check.environment import CheckEnvironment, FreshProcessor
 from logitship.server.check.findings import advice_for, result
 from logitship.server.check.line_profiler import measure_lines
 from logitship.server.check.local_timing import median_of_calls, median_seconds
-from logitship.server.check.replay import Recording
+from logitship.server.check.replayed_calls import Recording
 from logitship.server.check.row_loops import row_loop_around
 
 SLOW_ROW = 200.0

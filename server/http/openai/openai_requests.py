@@ -261,6 +261,9 @@ async def _submission(
         include_stop_str_in_output=body.include_stop_str_in_output or body.no_stop_trim,
         thinking_token_budget=body.thinking_token_budget,
         extra_args=body.vllm_xargs or None,
+        return_sampling_mask=body.return_sampling_mask,
+        sampling_mask_format=body.sampling_mask_format,
+        sampling_logprobs_mode=body.sampling_logprobs_mode,
         trace=body.trace and body.trace.top,
         **values,
     )

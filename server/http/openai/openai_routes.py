@@ -13,6 +13,7 @@ from fastapi import APIRouter, Path, Request, Response
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.admission import check_model_name
 from logitship.server.http.json_responses import trace_objects
+from logitship.server.http.mask_objects import mask_fields
 from logitship.server.http.receiving import received
 from logitship.server.http.running_requests import (
     EventStream,
@@ -41,7 +42,7 @@ from logitship.server.schemas.openai_response_schemas import (
     UsageInfo,
 )
 from logitship.server.schemas.openai_schemas import ChatCompletionRequest, CompletionRequest
-from logitship.server.schemas.response_schemas import receipt_objects
+from logitship.server.schemas.response_schemas import SamplingMaskFields, receipt_objects
 from logitship.server.schemas.responses_response_schemas import ResponseEvent, ResponseObject
 from logitship.server.schemas.responses_schemas import ResponsesRequest
 from logitship.server.uploads.refusal_responses import JSONResponse
@@ -171,6 +172,7 @@ class OpenAIResponseBuilder(ABC, Generic[Body]):
         self.request = request
         self.body = request.body
         self.tokenizer = engine.tokenizer
+        self._vocab_size = engine.model.vocab_size
         self._own_eos_token_ids = engine.model.eos_token_ids - frozenset(request.body.stop_token_ids)
 
     @abstractmethod
@@ -192,6 +194,7 @@ class OpenAIResponseBuilder(ABC, Generic[Body]):
             or bool(chunk.logprobs)
             or (self.body.return_token_ids and bool(chunk.token_ids))
             or bool(chunk.traces)
+            or bool(chunk.masks)
         )
 
     async def stream(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
@@ -223,6 +226,11 @@ class OpenAIResponseBuilder(ABC, Generic[Body]):
         if continuation.receipts:
             ending["receipts"] = receipt_objects(continuation.receipts)
         return ending
+
+    def masks(self, continuation: Continuation, part: Continuation | GenerationChunk) -> SamplingMaskFields:
+        """Build the sampling masks of a part of a choice, if the request asks for them."""
+        params = self.request.submissions[continuation.prompt].request.sampling_params
+        return mask_fields(params, self._vocab_size, part)
 
     def chosen(self, continuations: Sequence[Continuation]) -> Sequence[Continuation]:
         """Select the continuations that become choices, with their index in the response."""
@@ -322,6 +330,7 @@ class CompletionResponseBuilder(OpenAIResponseBuilder[CompletionRequest]):
             choice["token_ids"] = part.token_ids
             if first:
                 choice["prompt_token_ids"] = self.request.prompts[continuation.prompt].token_ids
+        choice.update(self.masks(continuation, part))  # type: ignore[typeddict-item]
         if self.body.trace is not None:
             choice["trace"] = trace_objects(self.tokenizer, part.traces)
         return choice
@@ -405,7 +414,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
             **self._chat_ending(continuation),
             "logprobs": chat_logprobs(self.tokenizer, chunk.logprobs) if self.body.logprobs else None,
         }
-        self._add_details(choice, chunk)
+        self._add_details(choice, continuation, chunk)
         events: list[ChatCompletionStreamResponse] = [{**self._empty_stream_response, "choices": [choice]}]
         if not any(choice["delta"].values()) and not self.has_details(chunk):
             events = []
@@ -427,7 +436,7 @@ class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
             **self._chat_ending(continuation),
             "logprobs": chat_logprobs(self.tokenizer, continuation.logprobs) if self.body.logprobs else None,
         }
-        self._add_details(choice, continuation)
+        self._add_details(choice, continuation, continuation)
         return choice
 
     def _message(self, continuation: Continuation) -> ChatMessage:
@@ -453,8 +462,14 @@ class ChatResponseBuilder(OpenAIResponseBuilder[ChatCompletionRequest]):
             ending["finish_reason"] = "tool_calls"
         return ending
 
-    def _add_details(self, choice: ChatChoice | ChatStreamChoice, part: Continuation | GenerationChunk) -> None:
+    def _add_details(
+        self,
+        choice: ChatChoice | ChatStreamChoice,
+        continuation: Continuation,
+        part: Continuation | GenerationChunk,
+    ) -> None:
         if self.body.return_token_ids:
             choice["token_ids"] = part.token_ids
+        choice.update(self.masks(continuation, part))  # type: ignore[typeddict-item]
         if self.body.trace is not None:
             choice["trace"] = trace_objects(self.tokenizer, part.traces)

@@ -8,6 +8,7 @@ from uuid import uuid4
 
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.json_responses import trace_objects
+from logitship.server.http.mask_objects import mask_fields
 from logitship.server.http.running_requests import RunningRequests, event, raise_if_failed
 from logitship.server.requests.messages import Continuation, GenerationChunk
 from logitship.server.schemas.openai_response_schemas import ChatLogprobsContent
@@ -62,6 +63,7 @@ class ResponsesBuilder:
         self.request = request
         self._body = body
         self._tokenizer = engine.tokenizer
+        self._vocab_size = engine.model.vocab_size
         self._message_id = f"msg_{uuid4().hex}"
         self._num_events = 0
 
@@ -79,6 +81,8 @@ class ResponsesBuilder:
             response["receipts"] = receipt_objects(continuation.receipts)
         if self._body.return_token_ids:
             response["token_ids"] = continuation.token_ids
+        params = self.request.submissions[0].request.sampling_params
+        response.update(mask_fields(params, self._vocab_size, continuation))  # type: ignore[typeddict-item]
         if self._body.trace is not None:
             response["trace"] = trace_objects(self._tokenizer, continuation.traces)
         return response

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from fastapi import APIRouter, Request, Response
 
+from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.http.json_responses import fault_details, finite, trace_objects
+from logitship.server.http.mask_objects import listed_logprobs, listed_tokens, packed_masks
 from logitship.server.http.receiving import received
 from logitship.server.http.running_requests import (
     EventStream,
@@ -18,7 +20,7 @@ from logitship.server.http.running_requests import (
     respond_when_finished,
     submit_all,
 )
-from logitship.server.requests.messages import Continuation, FinishReason, TokenLogprobs
+from logitship.server.requests.messages import Continuation, FinishReason, GenerationChunk, TokenLogprobs
 from logitship.server.schemas.documentation import one_or_more, operation
 from logitship.server.schemas.response_schemas import TokenTraceObject, receipt_objects
 from logitship.server.schemas.sglang_response_schemas import (
@@ -58,7 +60,7 @@ def add_generate_route(router: APIRouter, engine: AsyncEngine) -> None:
         """Complete one or more prompts."""
         async with received(request, engine, GenerateRequest) as body:
             parsed = await parse_generate_request(engine, caller_of(request), body)
-            builder = GenerateResponseBuilder(parsed, engine.tokenizer)
+            builder = GenerateResponseBuilder(parsed, engine.tokenizer, engine.model.vocab_size)
             running = await submit_all(engine, parsed.submissions, body.queued)
             if body.value.stream:
                 return EventStream(running, builder.stream(running))
@@ -68,34 +70,36 @@ def add_generate_route(router: APIRouter, engine: AsyncEngine) -> None:
 class GenerateResponseBuilder:
     """Builds the response to one `/generate` request, whole or as a stream."""
 
-    def __init__(self, request: ParsedGenerateRequest, tokenizer: Tokenizer) -> None:
+    def __init__(self, request: ParsedGenerateRequest, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._request = request
         self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
         self._started = time.perf_counter()
         self._tables: dict[int, _LogprobTables] = {}
         self._traces: dict[int, list[TokenTraceObject]] = {}
+        self._masks: dict[int, _MaskLists] = {}
 
     def response(self, continuations: list[Continuation]) -> GenerateResponse | list[GenerateResponse]:
         """Build the response: one object, or a list of them."""
-        objects = [self._object(continuation) for continuation in continuations]
+        objects = [self._object(continuation, continuation) for continuation in continuations]
         return objects if self._request.many else objects[0]
 
     async def stream(self, running: RunningRequests) -> AsyncGenerator[bytes, None]:
         """Yield one encoded event per chunk, each with the whole output of its continuation so far."""
-        async for continuation, _ in running.at_intervals():
-            data = self._object(continuation)
+        async for continuation, chunk in running.at_intervals():
+            data = self._object(continuation, chunk)
             if self._request.many:
                 data["index"] = continuation.index
             yield event(data)
 
-    def _object(self, continuation: Continuation) -> GenerateResponse:
+    def _object(self, continuation: Continuation, new: Continuation | GenerationChunk) -> GenerateResponse:
         return {
             "text": continuation.text,
             "output_ids": continuation.token_ids,
-            "meta_info": self._meta_info(continuation),
+            "meta_info": self._meta_info(continuation, new),
         }
 
-    def _meta_info(self, continuation: Continuation) -> MetaInfo:
+    def _meta_info(self, continuation: Continuation, new: Continuation | GenerationChunk) -> MetaInfo:
         reason = continuation.finish_reason
         meta: MetaInfo = {
             "id": self._request.rids[continuation.index],
@@ -119,6 +123,11 @@ class GenerateResponseBuilder:
             )
             tables.update(continuation)
             tables.add_to(meta)
+        if params.return_sampling_mask:
+            if params.sampling_mask_format == "packed":
+                meta["sampling_record"] = packed_masks(params, self._vocab_size, new)
+            else:
+                self._masks.setdefault(continuation.index, _MaskLists(params)).add_to(meta, continuation)
         if params.trace is not None:
             # Cached, because each event repeats all of them.
             objects = self._traces.setdefault(continuation.index, [])
@@ -149,6 +158,24 @@ def _finish_reason(reason: FinishReason, completion_tokens: int) -> StopReason |
         "err_type": error.type,
         **fault_details(error),
     }
+
+
+class _MaskLists:
+    """SGLang's lists of the sampling masks of one continuation. Cached, because each event repeats all of them."""
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        self._tokens: list[list[int]] = []
+        self._logprobs: list[Any] = []
+
+    def add_to(self, meta: MetaInfo, continuation: Continuation) -> None:
+        """Set the lists in `meta_info`, with the masks of the new tokens."""
+        new = continuation.masks[len(self._tokens) :]
+        self._tokens += listed_tokens(new)
+        self._logprobs += listed_logprobs(self._params, new)
+        meta["output_token_sampling_mask"] = self._tokens
+        meta["output_token_sampling_logprobs"] = self._logprobs
+        meta["output_token_sampling_mask_length"] = len(self._tokens)
 
 
 _Side: TypeAlias = Literal["input", "output"]

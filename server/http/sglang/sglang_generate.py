@@ -47,9 +47,19 @@ _NAMES_IN_BODY = {
     "logprobs": "top_logprobs_num",
     "prompt_logprobs": "top_logprobs_num",
     "prompt_logprobs_start": "logprob_start_len",
+    "return_sampling_mask": "return_sampling_mask",
+    "sampling_mask_format": "sampling_mask_format",
+    "sampling_logprobs_mode": "sampling_logprobs_mode",
     "trace": "trace",
 }
-_ONE_PER_PROMPT = ("sampling_params", "rid", "return_logprob", "logprob_start_len", "top_logprobs_num")
+_ONE_PER_PROMPT = (
+    "sampling_params",
+    "rid",
+    "return_logprob",
+    "logprob_start_len",
+    "top_logprobs_num",
+    "return_sampling_mask",
+)
 
 
 @dataclass(frozen=True)
@@ -193,6 +203,9 @@ class _GenerateParser:
             prompt_logprobs=None if start is None else top,
             prompt_logprobs_start=start or 0,
             extra_args=body.vllm_xargs or None,
+            return_sampling_mask=value_for_prompt(body.return_sampling_mask, i),
+            sampling_mask_format=body.sampling_mask_format,
+            sampling_logprobs_mode=body.sampling_logprobs_mode,
             trace=body.trace and body.trace.top,
         )
         request = GenerationRequest(

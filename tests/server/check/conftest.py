@@ -16,7 +16,7 @@ from logitship.server.check.check_options import CheckOptions
 from logitship.server.check.checks import speed
 from logitship.server.check.checks.serializability import serialized
 from logitship.server.check.environment import CheckEnvironment
-from logitship.server.check.replay import Recording, record
+from logitship.server.check.replayed_calls import Recording, record
 from logitship.server.check.run import check_in_environment, max_batch_size
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel

@@ -11,7 +11,7 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.server.check.cases import CheckCase
 from logitship.server.check.dry_run import DryRun
 from logitship.server.check.local_timing import median_seconds
-from logitship.server.check.replay import Recording
+from logitship.server.check.replayed_calls import Recording
 
 VOCAB_SIZE = 8
 

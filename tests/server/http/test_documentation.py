@@ -159,6 +159,7 @@ def test_body_example_runs(path: str, documented: Documented) -> None:
 
 SHORT = {"sampling_params": {"max_new_tokens": 4}}
 """Each event repeats what came before, and a validation in Python takes a millisecond for each token."""
+PACKED = {"return_sampling_mask": True, "sampling_mask_format": "packed"}
 GENERATE: list[dict[str, Any]] = [
     {"text": "a"},
     {"text": ["a", "b"], "rid": "batch"},
@@ -167,6 +168,8 @@ GENERATE: list[dict[str, Any]] = [
     {"text": "ab", "return_logprob": True, "logprob_start_len": 0, "return_text_in_logprobs": True, **SHORT},
     {"text": "a", "logits_processors": [BAN], "trace": {"top": 2}, **SHORT},
     {"text": "a", "custom_logit_processor": PLUS, "trace": {"top": 2}, "sampling_params": {"max_new_tokens": 2}},
+    {"text": "a", "return_sampling_mask": True, "sampling_params": {"max_new_tokens": 4, "top_k": 3}},
+    {"text": "a", **PACKED, **SHORT},
     {"text": "a", "sampling_params": {"ignore_eos": False, "stop": ["a", "b", "c", "d"], "max_new_tokens": 200}},
 ]
 
@@ -188,6 +191,8 @@ OPENAI: list[dict[str, Any]] = [
     {"n": 2},
     {"logits_processors": [BAN], "trace": {"top": 2}},
     {"custom_logit_processor": PLUS, "return_token_ids": True},
+    {"return_sampling_mask": True, "sampling_logprobs_mode": "support", "top_k": 3},
+    {**PACKED, "n": 2},
     {"stop": ["a", "b", "c", "d", "e"], "max_tokens": 200},
 ]
 COMPLETIONS: list[dict[str, Any]] = [

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from logitship.sampler.sampling_params import InvalidSamplingParams
 from logitship.server.offline.llm import LLM
 from logitship.server.offline.sampling_params import SamplingParams
 from tests.helpers.offline import GREEDY, Force, quiet
@@ -47,6 +48,18 @@ def test_stop_reasons(llm: LLM) -> None:
     text = llm.get_tokenizer().decode([70])
     assert ended_by(70, stop=text * 2) == ("stop", text * 2)
     assert ended_by(50, max_tokens=2) == ("length", None)
+
+
+def test_sampling_records(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5, seed=3, ignore_eos=True, top_k=4, return_sampling_mask=True)
+    completion = quiet(llm, "hello", params)[0].outputs[0]
+    record = completion.sampling_record
+    assert record is not None
+    assert record.token_ids.tolist() == completion.token_ids
+    assert record.could_be_sampled().sum(axis=1).tolist() == [4] * 5
+    assert quiet(llm, "hello", GREEDY)[0].outputs[0].sampling_record is None
+    with pytest.raises(InvalidSamplingParams, match="sampling_mask_format: is not supported"):
+        SamplingParams(return_sampling_mask=True, sampling_mask_format="lists")
 
 
 def test_traces(llm: LLM) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 
-from logitship import CustomLogitProcessor
-from logitship.builtin_processors.disallowed_tokens import DisallowedTokensLogitsProcessor
 from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.server.runtime.request_fields import MAX_PROCESSORS
 from logitship.server.sglang.generate_fields import (
@@ -17,7 +15,6 @@ from logitship.server.sglang.generate_fields import (
     SENT,
     add_sent,
     mark_admitted,
-    only_forbids,
     processors_of,
     read_body,
     read_mark,
@@ -204,26 +201,6 @@ def test_one_processor_has_the_params_of_the_request_and_several_their_own() -> 
 def test_malformed_fields_are_refused(string: str, params: Any, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         with_params(read_processors(string, 1000), params)
-
-
-class Other(CustomLogitProcessor):
-    def __call__(self, logits: Any, custom_param_list: Any = None) -> Any:
-        return logits
-
-
-@pytest.mark.parametrize(
-    ("string", "expected"),
-    [
-        (MARK + FORBIDS, True),
-        (MARK + DisallowedTokensLogitsProcessor.to_str(), True),
-        (MARK + Other.to_str(), False),
-        (MARK + json.dumps({"name": "min_tokens"}), False),
-        (MARK + "nonsense", False),
-        (FORBIDS, False),
-    ],
-)
-def test_which_processors_only_forbid(string: str, expected: bool) -> None:
-    assert only_forbids(string) is expected
 
 
 def test_sampling_params() -> None:

@@ -16,7 +16,7 @@ from logitship.client.serialization.processor_string import PickledProcessor, So
 from logitship.server.check.check_options import CHECKS
 from logitship.server.check.checks.serializability import check_serializability
 from logitship.server.check.environment import CheckEnvironment
-from logitship.server.check.replay import Recording
+from logitship.server.check.replayed_calls import Recording
 from tests.server.check.conftest import Check
 
 StringOf = Callable[[type[CustomLogitProcessor]], PickledProcessor]
