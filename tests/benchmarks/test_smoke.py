@@ -21,10 +21,11 @@ NUM_CASES = {
     "noisy_plugins.py --engine logitship --kind sleeps hangs --seconds 1 --settle 0 --streams 2": 2,
     "parallel_samples.py --prompts 3 40 --tokens 1 2 --n 3 --rounds 1": 4,
     "sampler_step.py --vocab 70 --rows 1 --shapes peaked --turns 1 --seconds 0.001 --threads 1": 6,
+    "sampling_masks.py --streams 1 2 --top-p 0.9 --tokens 3 --rounds 1": 2,
     "sandbox_step.py --rounds 1 --calls 2 --threads 1 --gap 0.001 --history 60 --shapes 2x70 --processors 1": 8,
 }
 """Number of cases that each command line measures."""
-WITH_A_MODEL = ("deterministic_inference.py", "noisy_plugins.py", "parallel_samples.py")
+WITH_A_MODEL = ("deterministic_inference.py", "noisy_plugins.py", "parallel_samples.py", "sampling_masks.py")
 
 
 def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
