@@ -6,7 +6,6 @@ While a hostile client is at work, an honest one gets its tokens, without an err
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import gc
 import os
 import sys
@@ -28,6 +27,7 @@ from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.engine.build import build_engine
 from logitship.server.http_server import running_server
 from logitship.server.model.model_loader import LoadedModel
+from tests.helpers.descriptors import open_files
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import hostile_clients
@@ -73,14 +73,6 @@ class Served:
         """Number of open descriptors of this process, except for the pipes of the grammar checkers, which are kept."""
         checkers = [each for each in gc.get_objects() if type(each) is GrammarChecker]
         return len(os.listdir("/proc/self/fd")) - 2 * sum(checker._process is not None for checker in checkers)
-
-    def open_files(self) -> list[str]:
-        """Return what the open descriptors of this process refer to."""
-        names = []
-        for descriptor in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(FileNotFoundError):  # that of the folder itself
-                names.append(os.readlink(f"/proc/self/fd/{descriptor}"))
-        return sorted(names)
 
     def unload(self) -> bool:
         """End the sandboxes of all classes. Returns False while there are requests, or a spare sandbox is missing."""
@@ -157,4 +149,4 @@ def test_honest_client_notices_nothing(served: Served, name: str) -> None:
     assert (served.engine.stats().running, served.engine.stats().waiting) == (0, 0)
     until(lambda: served.threads <= threads, lambda: [thread.name for thread in threading.enumerate()])
     # A load that was under way when its client left may have put its sandbox into the cache since.
-    until(lambda: served.unload() and served.descriptors <= descriptors, served.open_files)
+    until(lambda: served.unload() and served.descriptors <= descriptors, open_files)

@@ -30,6 +30,7 @@ from logitship.sampler.sandbox.protocol import (
     check_plain,
     pack,
 )
+from tests.helpers.descriptors import no_file_stays_open
 from tests.helpers.random_cases import random_seeds
 
 
@@ -46,10 +47,6 @@ def ends() -> Iterator[tuple[Channel, Channel]]:
     yield one, other
     one.close()
     other.close()
-
-
-def open_descriptors() -> set[str]:
-    return set(os.listdir("/proc/self/fd"))
 
 
 def test_values_round_trip(ends: tuple[Channel, Channel]) -> None:
@@ -99,12 +96,11 @@ def test_receive_timeout(ends: tuple[Channel, Channel]) -> None:
 def test_truncated_message_leaks_no_descriptor(ends: tuple[Channel, Channel], length: int) -> None:
     body = marshal.dumps((7,))
     message = HEADER.pack(ControlMessage.FORKED, 0, len(body)) + body
-    before = open_descriptors()
-    socket.send_fds(ends[0].connection, [message[:length]], [0])
-    ends[0].connection.shutdown(socket.SHUT_WR)
-    with pytest.raises(ChannelClosed):
-        ends[1].receive()
-    assert open_descriptors() == before
+    with no_file_stays_open():
+        socket.send_fds(ends[0].connection, [message[:length]], [0])
+        ends[0].connection.shutdown(socket.SHUT_WR)
+        with pytest.raises(ChannelClosed):
+            ends[1].receive()
 
 
 class Text(str):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import mmap
 import os
 import select
@@ -35,6 +34,7 @@ from logitship.sampler.sandbox.protocol import (
 )
 from logitship.sampler.sandbox.sandbox import Sandbox, SandboxDied, wait_for_any
 from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError
+from tests.helpers.descriptors import no_file_stays_open
 from tests.helpers.random_cases import examples
 
 LONG = 60.0
@@ -512,19 +512,17 @@ def test_unfinished_call_kills_the_sandbox(pair: tuple[Sandbox, Peer]) -> None:
 
 
 def test_close_leaks_no_descriptor() -> None:
-    gc.collect()
-    before = set(os.listdir("/proc/self/fd"))
-    sandbox, peer = make()
-    sandbox.close()
-    sandbox.close()
-    assert not sandbox.check()
-    sandbox.enqueue(Command.DETACH, b"")
-    sandbox.flush()
-    assert peer.killed()
-    peer.close()
-    with pytest.raises(SandboxDied, match="was unloaded"):
-        sandbox.logits.zero_()
-    assert set(os.listdir("/proc/self/fd")) == before
+    with no_file_stays_open():
+        sandbox, peer = make()
+        sandbox.close()
+        sandbox.close()
+        assert not sandbox.check()
+        sandbox.enqueue(Command.DETACH, b"")
+        sandbox.flush()
+        assert peer.killed()
+        peer.close()
+        with pytest.raises(SandboxDied, match="was unloaded"):
+            sandbox.logits.zero_()
 
 
 @pytest.mark.parametrize("error", [ZygoteError, OSError])
@@ -533,12 +531,8 @@ def test_failed_fork_leaks_no_descriptor(error: type[Exception]) -> None:
         def fork(self, connection: int, shared_memory: int) -> ForkedProcess:
             raise error("there is none")
 
-    gc.collect()
-    before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(error, match="there is none"):
+    with no_file_stays_open(), pytest.raises(error, match="there is none"):
         Sandbox(Refusing(), 2, 3)  # type: ignore[arg-type]
-    gc.collect()
-    assert set(os.listdir("/proc/self/fd")) == before
 
 
 @contextlib.contextmanager

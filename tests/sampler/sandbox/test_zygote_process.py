@@ -16,6 +16,7 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox import zygote_process
 from logitship.sampler.sandbox.kernel.protections import Protections
 from logitship.sampler.sandbox.zygote_process import ForkedProcess, ZygoteError, ZygoteProcess
+from tests.helpers.descriptors import no_file_stays_open
 
 NAMES = "logitship.builtin_processors.sglang_names:SGLANG_NAMES"
 MODEL = ModelView(8, frozenset({1}), None)
@@ -202,15 +203,14 @@ def test_launcher_does_not_start_another_launcher(monkeypatch: pytest.MonkeyPatc
 
 
 def test_close_leaks_no_descriptor() -> None:
-    before = set(os.listdir("/proc/self/fd"))
-    zygote = make()
-    zygote.set_up(MODEL)
-    forked = Forked(zygote)
-    os.kill(zygote_pid(forked), signal.SIGKILL)
-    forked.close()
-    Forked(zygote).close()
-    zygote.close()
-    assert set(os.listdir("/proc/self/fd")) == before
+    with no_file_stays_open():
+        zygote = make()
+        zygote.set_up(MODEL)
+        forked = Forked(zygote)
+        os.kill(zygote_pid(forked), signal.SIGKILL)
+        forked.close()
+        Forked(zygote).close()
+        zygote.close()
 
 
 def test_thread_that_cannot_start_ends_the_new_zygote(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,11 +222,10 @@ def test_thread_that_cannot_start_ends_the_new_zygote(monkeypatch: pytest.Monkey
     zygote = make()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_thread)
-        before = len(os.listdir("/proc/self/fd"))
-        for start in (lambda: zygote.set_up(MODEL), lambda: Forked(zygote)):
-            with pytest.raises(ZygoteError, match="can't start new thread"):
-                start()
-        assert len(os.listdir("/proc/self/fd")) == before
+        with no_file_stays_open():
+            for start in (lambda: zygote.set_up(MODEL), lambda: Forked(zygote)):
+                with pytest.raises(ZygoteError, match="can't start new thread"):
+                    start()
     Forked(zygote).close()
     zygote.close()
 

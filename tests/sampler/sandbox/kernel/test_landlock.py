@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from logitship.sampler.sandbox.kernel import landlock
+from tests.helpers.descriptors import no_file_stays_open
 from tests.sampler.sandbox.kernel.conftest import Run
 
 ABIS = range(1, landlock.abi() + 1)
@@ -47,8 +48,6 @@ def test_single_file_can_be_listed(run_plan: Run, tmp_path: Path) -> None:
 
 
 def test_refused_rule_closes_the_ruleset(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    before = os.listdir("/proc/self/fd")
     monkeypatch.setattr(landlock, "_RULE_PATH_BENEATH", 99)
-    with pytest.raises(OSError, match="landlock_add_rule"):
+    with no_file_stays_open(), pytest.raises(OSError, match="landlock_add_rule"):
         landlock.create_ruleset([tmp_path], 1)
-    assert os.listdir("/proc/self/fd") == before
