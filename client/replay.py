@@ -5,14 +5,14 @@ Needs PyTorch, and nothing of the server. `logitship.replay` is this module.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
 import torch
 
-from .sampling_record import BITS, KEPT, REMOVED, SamplingRecord
+from .sampling_record import ADD, BITS, KEPT, REMOVED, REPETITION, SCALE, SET, SamplingRecord
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,21 @@ class MaskEntries:
 
 
 @dataclass(frozen=True)
+class EditEntries:
+    """Edits of one kind at different positions of the batch, which can be repeated together.
+
+    Attributes:
+        kind: see `SamplingEdits`.
+        at: the logits that they edit: those of tokens, or `ids` is empty and they edit whole positions.
+        values: float32, one for each entry.
+    """
+
+    kind: int
+    at: MaskEntries
+    values: torch.Tensor
+
+
+@dataclass(frozen=True)
 class RecordBatch:
     """The records of several outputs, padded to the same length. `collate` makes it.
 
@@ -45,6 +60,7 @@ class RecordBatch:
         removed_at: int64 [2, any]: these positions, also those of which no token was removed.
         bits: bool [any, vocab_size]: masks of the other positions.
         bits_at: int64 [2, any]: these positions.
+        edits: edits of the logits, in order.
     """
 
     vocab_size: int
@@ -57,6 +73,7 @@ class RecordBatch:
     removed_at: torch.Tensor
     bits: torch.Tensor
     bits_at: torch.Tensor
+    edits: tuple[EditEntries, ...]
 
     def to(self, device: torch.device | str) -> RecordBatch:
         """Return a copy on a device."""
@@ -129,6 +146,7 @@ def collate(records: Sequence[SamplingRecord], length: int | None = None) -> Rec
         torch.from_numpy(places[:, forms == REMOVED]),
         torch.from_numpy(bits.astype(bool)),
         torch.from_numpy(places[:, forms == BITS]),
+        tuple(_edits(records)),
     )
 
 
@@ -162,7 +180,7 @@ def replay(
     width = record.vocab_size if group is None else logits.shape[-1]
     if logits.shape != (*record.is_token.shape, width):
         raise ValueError(f"logits: expected shape {(*record.is_token.shape, width)}, got {tuple(logits.shape)}")
-    shard = _Shard(logits, record.temperature, offset)
+    shard = _Shard(_edited(logits, record.edits, offset), record.temperature, offset)
     sums = torch.maximum(shard.sum_of_kept(record), shard.sum_of_others(record))  # at most one is not -inf
     selected = shard.selected(record.token_ids)
     if group is not None:
@@ -278,6 +296,61 @@ def _sum_of_all(values: torch.Tensor, group: torch.distributed.ProcessGroup) -> 
     return total
 
 
+def _edited(logits: torch.Tensor, edits: Sequence[EditEntries], offset: int) -> torch.Tensor:
+    """Return a copy of the logits with the edits, or the same if there are none."""
+    if not edits:
+        return logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    for each in edits:
+        rows, columns, values = each.at.rows, each.at.columns, each.values.to(logits.dtype)
+        if not len(each.at.ids):
+            logits = logits.index_put((rows, columns), _edit(each.kind, logits[rows, columns], values[:, None]))
+            continue
+        ids = each.at.ids - offset
+        here = (ids >= 0) & (ids < logits.shape[-1])
+        index, values = (rows[here], columns[here], ids[here]), values[here]
+        logits = logits.index_put(index, _edit(each.kind, logits[index], values))
+    return logits
+
+
+def _edit(kind: int, logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    if kind == ADD:
+        return logits + values
+    if kind == SCALE:
+        return logits * values
+    if kind == SET:
+        return values
+    return torch.where(logits > 0, logits / values, logits * values)
+
+
+def _edits(records: Sequence[SamplingRecord]) -> Iterator[EditEntries]:
+    """Yield the edits of several outputs: first the first edits of all tokens, then the second ones, by their kind."""
+    rows = np.repeat(np.arange(len(records)), [len(record.edits) for record in records])
+    positions, kinds, lengths, tokens, values, counts = (
+        np.concatenate([getattr(record.edits, name) for record in records])
+        for name in ("positions", "kinds", "lengths", "tokens", "values", "num_values")
+    )
+    if not len(rows):
+        return
+    is_first = np.concatenate([[True], (rows[1:] != rows[:-1]) | (positions[1:] != positions[:-1])])
+    starts = np.flatnonzero(is_first)
+    levels = np.arange(len(rows)) - np.repeat(starts, np.diff(starts, append=len(rows)))
+    groups = np.stack([levels, kinds, lengths == 0])
+    of_token, of_value = np.repeat(np.arange(len(rows)), lengths), np.repeat(np.arange(len(rows)), counts)
+    for group in np.unique(groups, axis=1).T:
+        chosen = (groups == group[:, None]).all(axis=0)
+        entries = np.flatnonzero(chosen) if group[2] else of_token[chosen[of_token]]
+        found = values[chosen[of_value]]
+        if group[1] in (SCALE, REPETITION) and not group[2]:
+            found = np.repeat(found, lengths[chosen])
+        at = MaskEntries(
+            torch.from_numpy(rows[entries]),
+            torch.from_numpy(positions[entries]),
+            torch.from_numpy(tokens[chosen[of_token]]),
+        )
+        yield EditEntries(int(group[1]), at, torch.from_numpy(found))
+
+
 def _joined(records: Sequence[SamplingRecord], name: str) -> Any:
     return np.concatenate([getattr(record, name) for record in records])
 
@@ -288,6 +361,8 @@ def _mask(places: Any, lengths: Any, is_form: Any, ids: Any) -> MaskEntries:
 
 
 def _moved(value: Any, device: torch.device | str) -> Any:
-    if isinstance(value, MaskEntries):
-        return MaskEntries(*(getattr(value, each.name).to(device) for each in fields(value)))
+    if isinstance(value, tuple):
+        return tuple(_moved(each, device) for each in value)
+    if isinstance(value, MaskEntries | EditEntries):
+        return type(value)(*(_moved(getattr(value, each.name), device) for each in fields(value)))
     return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +14,72 @@ VERSION = 1
 KEPT, REMOVED, BITS = range(3)
 """Forms of a mask: the ids of the tokens that could be sampled, those of all others, or a bit for each token."""
 
+ADD, SCALE, SET, REPETITION = range(4)
+"""Kinds of edits: add to logits, multiply them, replace them, or divide positive ones and multiply the others."""
+
 Tokens = npt.NDArray[np.int64]
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
     """Return the dtype of a record's token ids and lengths: little-endian, 2 bytes if these suffice, else 4."""
     return np.dtype("<u2" if vocab_size < 2**16 else "<u4")
+
+
+@dataclass(frozen=True)
+class SamplingEdits:
+    """Edits of the model's logits, before the temperature: those of the first token, in order, then the next one's.
+
+    Attributes:
+        positions: int64 [m]: index of the output token of each edit, ascending.
+        kinds: uint8 [m]: `ADD`, `SCALE`, `SET` or `REPETITION`.
+        lengths: int64 [m]: number of tokens whose logits it edits; 0: all.
+        tokens: int64 [any]: these tokens, one edit after the other.
+        values: float32 [any]: of `ADD` and `SET` one for each token, if they name tokens; of others one.
+    """
+
+    positions: Tokens
+    kinds: npt.NDArray[np.uint8]
+    lengths: Tokens
+    tokens: Tokens
+    values: npt.NDArray[np.float32]
+
+    def __len__(self) -> int:
+        return len(self.positions)
+
+    @classmethod
+    def none(cls) -> SamplingEdits:
+        """Return no edits."""
+        integers = np.empty(0, np.int64)
+        return cls(integers, np.empty(0, np.uint8), integers, integers, np.empty(0, np.float32))
+
+    @property
+    def num_values(self) -> Tokens:
+        """Number of values of each edit: int64 [m]."""
+        is_of_token = ((self.kinds == ADD) | (self.kinds == SET)) & (self.lengths > 0)
+        return np.where(is_of_token, self.lengths, 1)
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any], ids: np.dtype[Any]) -> SamplingEdits:
+        """Parse the `edits` of a record, whose token ids have this dtype."""
+        return cls(
+            _decoded(data, "positions", np.dtype("<u4")).astype(np.int64),
+            _decoded(data, "kinds", np.dtype("u1")).astype(np.uint8),
+            _decoded(data, "lengths", ids).astype(np.int64),
+            _decoded(data, "tokens", ids).astype(np.int64),
+            _decoded(data, "values", np.dtype("<f4")).astype(np.float32),
+        )
+
+    def to_json(self, ids: np.dtype[Any]) -> dict[str, str]:
+        """Do the opposite."""
+        return _encoded(
+            {
+                "positions": self.positions.astype("<u4"),
+                "kinds": self.kinds,
+                "lengths": self.lengths.astype(ids),
+                "tokens": self.tokens.astype(ids),
+                "values": self.values.astype("<f4"),
+            }
+        )
 
 
 @dataclass(frozen=True)
@@ -42,6 +102,7 @@ class SamplingRecord:
             of a byte is the first token.
         temperature: by which the logits were divided; 1 if the most likely tokens were taken.
         start: number of tokens of the output before these.
+        edits: what was done to the model's logits of the tokens that could be sampled, if it was requested.
     """
 
     vocab_size: int
@@ -54,6 +115,7 @@ class SamplingRecord:
     bits: npt.NDArray[np.uint8]
     temperature: float = 1.0
     start: int = 0
+    edits: SamplingEdits = field(default_factory=SamplingEdits.none)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -80,11 +142,16 @@ class SamplingRecord:
             _decoded(data, "bits", np.dtype("u1")).astype(np.uint8).reshape(-1, num_bytes),
             float(data["temperature"]),
             int(data["start"]),
+            SamplingEdits.from_json(data.get("edits", {}), ids),
         )
         lengths = {form: int(record.lengths[record.forms == form].sum()) for form in (KEPT, REMOVED)}
         num_bits = int((record.forms == BITS).sum())
         found = (len(record.logprobs), len(record.forms), len(record.lengths), len(record.kept), len(record.removed))
-        if (*found, len(record.bits)) != (*[len(record)] * 3, lengths[KEPT], lengths[REMOVED], num_bits):
+        edits = record.edits
+        of_edits = (len(edits.kinds), len(edits.lengths), len(edits.tokens), len(edits.values))
+        expected = (len(edits), len(edits), int(edits.lengths.sum()), int(edits.num_values.sum()))
+        is_complete = (*found, len(record.bits)) == (*[len(record)] * 3, lengths[KEPT], lengths[REMOVED], num_bits)
+        if not is_complete or of_edits != expected or (edits.positions >= len(record)).any():
             raise ValueError("sampling_record: its arrays do not match each other")
         return record
 
@@ -138,7 +205,13 @@ class SamplingRecord:
             raise ValueError("the sampling records do not follow each other: a part of the output is missing")
         names = ("token_ids", "logprobs", "forms", "lengths", "kept", "removed", "bits")
         arrays: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in records]) for name in names}
-        return replace(records[0], **arrays)
+        edits = {
+            each.name: np.concatenate([getattr(record.edits, each.name) for record in records])
+            for each in fields(SamplingEdits)
+        }
+        shifts = np.repeat([record.start - records[0].start for record in records], [len(r.edits) for r in records])
+        edits["positions"] += shifts.astype(np.int64)
+        return replace(records[0], **arrays, edits=SamplingEdits(**edits))
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON: arrays are little-endian, in base64, and those without elements are left out."""
@@ -152,13 +225,13 @@ class SamplingRecord:
             "removed": self.removed.astype(ids),
             "bits": self.bits,
         }
-        encoded = {name: b64encode(array.tobytes()).decode() for name, array in arrays.items() if array.size}
         return {
             "version": VERSION,
             "vocab_size": self.vocab_size,
             "temperature": self.temperature,
             "start": self.start,
-            **encoded,
+            **_encoded(arrays),
+            **({"edits": self.edits.to_json(ids)} if len(self.edits) else {}),
         }
 
     def could_be_sampled(self) -> npt.NDArray[np.bool_]:
@@ -171,6 +244,10 @@ class SamplingRecord:
         rows = np.flatnonzero(self.forms == BITS)
         masks[rows] = np.unpackbits(self.bits, axis=1, count=self.vocab_size, bitorder="little").astype(bool)
         return masks
+
+
+def _encoded(arrays: Mapping[str, npt.NDArray[Any]]) -> dict[str, str]:
+    return {name: b64encode(array.tobytes()).decode() for name, array in arrays.items() if array.size}
 
 
 def _decoded(data: Mapping[str, Any], name: str, dtype: np.dtype[Any]) -> npt.NDArray[Any]:

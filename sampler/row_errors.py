@@ -48,10 +48,21 @@ class SamplingMaskTooLongError(LogitshipError):
         )
 
 
+class SamplingEditsTooLongError(LogitshipError):
+    """A recorded edit names more tokens than it may."""
+
+    def __init__(self, name: str, length: int, limit: int) -> None:
+        super().__init__(
+            f"return_sampling_edits: {name} changed the logits of {length} tokens that could be sampled, and an edit "
+            f"names at most {limit}: lower top_k or top_p"
+        )
+
+
 class SamplingMasksTooLargeError(LogitshipError):
-    """The packed masks of a sequence are too large."""
+    """The packed masks and edits of a sequence are too large."""
 
     def __init__(self, limit: int) -> None:
         super().__init__(
-            f"return_sampling_mask: the packed masks exceed {limit} bytes: use top_k or top_p, or generate fewer tokens"
+            f"return_sampling_mask: the packed masks and edits exceed {limit} bytes: use top_k or top_p, or generate "
+            "fewer tokens"
         )

@@ -201,6 +201,7 @@ class Sampler:
             # 11
             token_ids = tokens.tolist()
             row_masks = masks.finish(logits, token_ids, faults, deferred)
+            trace.add_edits(row_masks, masks, faults)
             logprobs.record("random", logits)
             without = faults.keys() | deferred
             return SamplerOutput(

@@ -148,6 +148,8 @@ class SamplingParams:
     distribution that it was sampled from."""
     sampling_mask_format: SamplingMaskFormat = "lists"
     """Lists: of token ids, as SGLang and vLLM return them. Packed: a `SamplingRecord`, of any size."""
+    return_sampling_edits: bool = False
+    """Add to the packed masks what was done to the model's logits of the tokens that could be sampled."""
     sampling_logprobs_mode: SamplingLogprobsMode = "selected"
     """Selected: the log-probability of the output token. Support: those of all tokens that could be sampled."""
 
@@ -207,6 +209,11 @@ class SamplingParams:
         _require(self.sampling_mask_format in formats, "sampling_mask_format", f"must be one of {', '.join(formats)}")
         _require(
             self.sampling_logprobs_mode in of_tokens, "sampling_logprobs_mode", f"must be one of {', '.join(of_tokens)}"
+        )
+        _require(
+            not self.return_sampling_edits or (self.return_sampling_mask and self.sampling_mask_format == "packed"),
+            "return_sampling_edits",
+            "needs return_sampling_mask and sampling_mask_format packed",
         )
         is_short = self.greedy or 1 <= self.top_k <= MAX_LISTED
         _require(

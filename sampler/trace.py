@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from logitship.client.errors import LogitshipError
 from logitship.client.records import TraceStage
 from logitship.sampler.ops.candidates import top_candidates
 from logitship.sampler.ops.sampler_op import SamplerOp, SamplingRow
+from logitship.sampler.ops.sampling_masks import RowMask, SamplingEdit, StepMasks
 from logitship.sampler.ops.top_k_top_p import kept_tokens
 
+from .row_errors import SamplingEditsTooLongError, SamplingMasksTooLargeError
+from .sampling_edits import edits_between, edits_of_request
 from .sampling_params import SamplingParams
 
 _NEGATIVE_INFINITY = float("-inf")
@@ -51,10 +57,10 @@ class StepTrace:
     Keeps the logits of each traced row and stage on the CPU until `finish`.
 
     Args:
-        traced: sampling parameters of the traced rows, by place among the step's rows.
+        traced: the traced rows, by place among the step's rows.
     """
 
-    def __init__(self, traced: Mapping[int, SamplingParams]) -> None:
+    def __init__(self, traced: Mapping[int, SamplingRow]) -> None:
         self.traced = traced
         self._snapshots: dict[int, list[Snapshot]] = {row: [] for row in traced}
 
@@ -97,7 +103,9 @@ class StepTrace:
             logits: float32 [rows, vocab]: for random rows, the input of softmax.
             tokens: sampled tokens, int64 [rows].
         """
-        for row, params in self.traced.items():
+        for row, (params, _, _) in self.traced.items():
+            if params.trace is None:
+                continue
             row_logits = logits[row].cpu()
             if params.greedy:
                 kept = torch.zeros_like(row_logits, dtype=torch.bool)
@@ -117,21 +125,40 @@ class StepTrace:
             One entry per row; None for rows that are not traced.
         """
         traces: list[RowTrace | None] = [None] * len(token_ids)
-        for row, params in self.traced.items():
-            if row not in without:
-                traces[row] = _trace(token_ids[row], self._snapshots[row], params.trace or 0)
+        for row, (params, _, _) in self.traced.items():
+            if row not in without and params.trace is not None:
+                traces[row] = _trace(token_ids[row], self._snapshots[row], params.trace)
         return traces
+
+    def add_edits(self, row_masks: list[RowMask | None], masks: StepMasks, faults: dict[int, LogitshipError]) -> None:
+        """Add to the sampling masks what was done to the model's logits, for the rows that ask for it.
+
+        Args:
+            row_masks: one per row; edited in place.
+            masks: what recorded them.
+            faults: faults by row; gets those of rows whose edits are too large.
+        """
+        for row, (params, prompt, output) in self.traced.items():
+            mask = row_masks[row]
+            if mask is None or not params.return_sampling_edits or params.greedy:
+                continue
+            try:
+                tokens = mask.could_be_sampled(masks.vocab_size)
+                edits = tuple(_edits(self._snapshots[row], tokens, params, [*(prompt or ()), *output]))
+                row_masks[row] = masks.with_edits(row, mask, edits)
+            except (SamplingEditsTooLongError, SamplingMasksTooLargeError) as error:
+                faults[row], row_masks[row] = error, None
 
     def _keep(self, row: int, stage: TraceStage, logits: torch.Tensor) -> None:
         self._snapshots[row].append(_snapshot(stage, logits))
 
 
-class Traces(SamplerOp[SamplingParams, Mapping[int, SamplingParams]]):
+class Traces(SamplerOp[SamplingRow, Mapping[int, SamplingRow]]):
     """Traces the rows that ask for it."""
 
-    def new_state(self, row: SamplingRow) -> SamplingParams | None:
-        """Return the parameters of a request with a trace."""
-        return None if row.params.trace is None else row.params
+    def new_state(self, row: SamplingRow) -> SamplingRow | None:
+        """Return the row of a request with a trace, or with a record of its edits."""
+        return row if row.params.trace is not None or row.params.return_sampling_edits else None
 
     def begin(self, rows: Sequence[int] | None) -> StepTrace:
         """Return the trace of a step."""
@@ -145,6 +172,17 @@ def after_processor(name: str, digest: str, logits: torch.Tensor, *, again: bool
 
 def _snapshot(stage: TraceStage, logits: torch.Tensor) -> Snapshot:
     return Snapshot(stage, logits.detach().to("cpu", copy=True))
+
+
+def _edits(
+    snapshots: Sequence[Snapshot], tokens: npt.NDArray[np.int64], params: SamplingParams, seen: Sequence[int]
+) -> Iterator[SamplingEdit]:
+    """Yield the edits between a row's snapshots, of the logits of some tokens."""
+    rows = [each.logits.numpy() for each in snapshots]
+    yield from edits_of_request(rows[0], rows[1], tokens, params, seen)
+    for before, after, snapshot in zip(rows[1:], rows[2:], snapshots[2:], strict=False):
+        if snapshot.stage.name is not None:
+            yield from edits_between(before[tokens], after[tokens], tokens, snapshot.stage.name)
 
 
 def _trace(token_id: int, snapshots: Sequence[Snapshot], top: int) -> RowTrace:

@@ -45,6 +45,8 @@ class ProcessorOptions(TypedDict, total=False):
     sampling_mask_format: Literal["lists", "packed"]
     """`packed`: as `sampling_record` of the answer, for `logitship.replay` (only on logitship servers). `lists`: in
     `raw`, as the server sends them."""
+    return_sampling_edits: bool
+    """With `packed`: add what was done to the model's logits of the tokens that could be sampled."""
     sampling_logprobs_mode: Literal["selected", "support"]
     """With lists: the log-probability of the output token, or those of all tokens of its mask."""
     extra_body: Mapping[str, Any]

@@ -44,6 +44,8 @@ def translate_for_sglang(request: HttpRequest, *, has_plugin: bool) -> HttpReque
         return request
     if body.get("sampling_mask_format") == "packed":
         raise ValueError("sampling_mask_format: SGLang returns masks as lists")
+    if body.get("return_sampling_edits"):
+        raise ValueError("return_sampling_edits: SGLang returns no edits")
     if "trace" in body:
         raise ValueError("trace: SGLang does not support traces")
     processor, several = body.get(_FIELD), body.get(_SEVERAL)

@@ -56,6 +56,7 @@ _UNSUPPORTED = {
     "stop_regex": "vLLM does not support stop expressions",
     "logprobs_mode": "on vLLM only the operator can set this (--logprobs-mode)",
     "return_sampling_mask": "vLLM returns no sampling masks over HTTP",
+    "return_sampling_edits": "vLLM returns no sampling masks over HTTP",
     "sampling_logprobs_mode": "vLLM returns no sampling masks over HTTP",
     "sampling_mask_format": "vLLM returns no sampling masks over HTTP",
     "trace": "vLLM does not support traces",

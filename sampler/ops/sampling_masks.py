@@ -7,8 +7,8 @@ the removed tokens is missing from its sum (DeepSeek-V3.2, arXiv:2512.02556, sec
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,21 @@ from .sampler_op import SamplerOp, SamplingRow
 from .top_k_top_p import KeptTokens, kept_tokens, removes_tokens
 
 MAX_BYTES = 2**26
-"""Most bytes of the packed masks of one sequence."""
+"""Most bytes of the packed masks and edits of one sequence."""
+
+
+class SamplingEdit(NamedTuple):
+    """An edit of the logits of tokens that could be sampled.
+
+    Attributes:
+        kind: see `SamplingEdits`.
+        tokens: int64 [any]; empty: all of them.
+        values: float32: one for each token, or one for all.
+    """
+
+    kind: int
+    tokens: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -38,11 +52,21 @@ class RowMask:
             a byte comes first.
         logprobs: float32 [1]: the log-probability (natural logarithm) of the output token under the distribution that
             it was sampled from; or float32 [any]: those of the tokens in `tokens`.
+        edits: what was done to the model's logits of these tokens, in order, before the temperature, if requested.
     """
 
     form: int
     tokens: npt.NDArray[Any]
     logprobs: npt.NDArray[np.float32]
+    edits: tuple[SamplingEdit, ...] = ()
+
+    def could_be_sampled(self, vocab_size: int) -> npt.NDArray[np.int64]:
+        """Return the tokens that could be sampled."""
+        if self.form == KEPT:
+            return self.tokens
+        if self.form == BITS:
+            return np.flatnonzero(np.unpackbits(self.tokens, count=vocab_size, bitorder="little"))
+        return np.flatnonzero(~_is_in(self.tokens, vocab_size))
 
 
 @dataclass
@@ -50,11 +74,21 @@ class MaskedRow:
     """A request that asks for sampling masks.
 
     Attributes:
-        num_bytes: size of its packed masks so far.
+        num_bytes: size of its packed masks and edits so far.
     """
 
     params: SamplingParams
     num_bytes: int = 0
+
+    def add_bytes(self, count: int) -> None:
+        """Count bytes.
+
+        Raises:
+            SamplingMasksTooLargeError: they are too many.
+        """
+        self.num_bytes += count
+        if self.num_bytes > MAX_BYTES:
+            raise SamplingMasksTooLargeError(MAX_BYTES)
 
 
 class StepMasks:
@@ -67,7 +101,7 @@ class StepMasks:
 
     def __init__(self, rows: Mapping[int, MaskedRow], vocab_size: int) -> None:
         self.rows = rows
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._kept: dict[int, KeptTokens] = {}
 
     def keep(self, kept: Mapping[int, KeptTokens]) -> None:
@@ -98,6 +132,17 @@ class StepMasks:
                 faults[row] = error
         return masks
 
+    def with_edits(self, row: int, mask: RowMask, edits: tuple[SamplingEdit, ...]) -> RowMask:
+        """Return a row's mask with the edits of its logits.
+
+        Raises:
+            SamplingMasksTooLargeError: they are too large together with the sequence's masks.
+        """
+        id_bytes = token_dtype(self.vocab_size).itemsize
+        size = sum(5 + id_bytes * (1 + len(each.tokens)) + each.values.nbytes for each in edits)
+        self.rows[row].add_bytes(size)
+        return replace(mask, edits=edits)
+
     def _mask(self, row: int, state: MaskedRow, logits: torch.Tensor, token_id: int) -> RowMask:
         params = state.params
         if params.greedy:
@@ -111,10 +156,8 @@ class StepMasks:
                 raise SamplingMaskTooLongError(len(tokens), MAX_LISTED)
             is_support = params.sampling_logprobs_mode == "support"
             return RowMask(KEPT, tokens, logprobs if is_support else logprobs[tokens == token_id])
-        mask = _packed(tokens, logprobs[tokens == token_id], self._vocab_size)
-        state.num_bytes += _num_bytes(mask, self._vocab_size)
-        if state.num_bytes > MAX_BYTES:
-            raise SamplingMasksTooLargeError(MAX_BYTES)
+        mask = _packed(tokens, logprobs[tokens == token_id], self.vocab_size)
+        state.add_bytes(_num_bytes(mask, self.vocab_size))
         return mask
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from logitship.client.sampling_record import BITS, KEPT, REMOVED, SamplingRecord
+from logitship.client.sampling_record import BITS, KEPT, REMOVED, SamplingEdits, SamplingRecord
 from logitship.sampler.ops.sampling_masks import RowMask
 from logitship.sampler.sampling_params import SamplingParams
 
@@ -35,6 +35,19 @@ def sampling_record(
         _concatenated([mask.tokens for mask in masks if mask.form == BITS], np.uint8).reshape(-1, -(-vocab_size // 8)),
         params.temperature or 1.0,
         start,
+        _edits(masks),
+    )
+
+
+def _edits(masks: Sequence[RowMask]) -> SamplingEdits:
+    """Return the edits of all tokens."""
+    placed = [(position, edit) for position, mask in enumerate(masks) for edit in mask.edits]
+    return SamplingEdits(
+        np.array([position for position, _ in placed], np.int64),
+        np.array([edit.kind for _, edit in placed], np.uint8),
+        np.array([len(edit.tokens) for _, edit in placed], np.int64),
+        _concatenated([edit.tokens for _, edit in placed], np.int64),
+        _concatenated([edit.values for _, edit in placed], np.float32),
     )
 
 

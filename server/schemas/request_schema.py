@@ -347,6 +347,7 @@ class RecordFields(RequestModel):
     examples: ClassVar = {
         "return_sampling_mask": True,
         "sampling_mask_format": "packed",
+        "return_sampling_edits": True,
         "sampling_logprobs_mode": "selected",
         "trace": TraceOptions.examples,
     }
@@ -356,6 +357,8 @@ class RecordFields(RequestModel):
     distribution that it was sampled from. Needs `top_k` from 1 to 4096, `temperature` 0, or the format `packed`."""
     sampling_mask_format: SamplingMaskFormat = "lists"
     """`lists`: of token ids, as in SGLang and vLLM. `packed`: a `sampling_record`, for `logitship.replay`."""
+    return_sampling_edits: bool = False
+    """Add to a `sampling_record` what was done to the model's logits of the tokens that could be sampled."""
     sampling_logprobs_mode: SamplingLogprobsMode = "selected"
     """`selected`: the log-probability of the output token. `support`: those of all tokens in its mask."""
     trace: TraceOptions | None = None
@@ -363,7 +366,7 @@ class RecordFields(RequestModel):
 
     @model_validator(mode="after")
     def _check_masks(self) -> Self:
-        for name in ("sampling_mask_format", "sampling_logprobs_mode"):
+        for name in ("sampling_mask_format", "return_sampling_edits", "sampling_logprobs_mode"):
             if name in self.model_fields_set and not self.return_sampling_mask:
                 raise FieldError(name, "requires return_sampling_mask")
         return self

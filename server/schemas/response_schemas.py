@@ -212,6 +212,24 @@ class LoadResponse(TypedDict):
 
 
 @documented(
+    {"positions": "AQAAAA==", "kinds": "AA==", "lengths": "AQA=", "tokens": "ghs=", "values": "AAAgQA=="},
+)
+class SamplingEditsObject(TypedDict):
+    """Edits of the model's logits before the temperature, in order: arrays in base64, little-endian."""
+
+    positions: str
+    """Index of the token that each edit belongs to, ascending: 4 bytes each."""
+    kinds: str
+    """A byte each. 0: add. 1: multiply. 2: replace. 3: divide positive logits, multiply the others."""
+    lengths: str
+    """Number of tokens that each edits, in as many bytes as a token id; 0: all."""
+    tokens: NotRequired[str]
+    """These tokens, one edit after the other."""
+    values: str
+    """float32: of kinds 0 and 2 one for each token, if they name tokens; of others one."""
+
+
+@documented(
     {
         "version": 1,
         "vocab_size": 49152,
@@ -224,6 +242,7 @@ class LoadResponse(TypedDict):
         "kept": "ghv9AA==",
         "removed": "HgA=",
         "bits": "AAAA",
+        "edits": example_of(SamplingEditsObject),
     }
 )
 class SamplingRecordObject(TypedDict):
@@ -249,6 +268,8 @@ class SamplingRecordObject(TypedDict):
     """The token ids of the masks of form 0, one mask after the other, each with the most likely token first."""
     removed: NotRequired[str]
     """The same for form 1, ascending."""
+    edits: NotRequired[SamplingEditsObject]
+    """With `return_sampling_edits`, if there are any: the edits."""
     bits: NotRequired[str]
     """The masks of form 2: set bits could be sampled, and the lowest bit of a byte is the first token."""
 

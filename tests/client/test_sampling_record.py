@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from logitship.client.sampling_record import BITS, KEPT, REMOVED, SamplingRecord, token_dtype
+from logitship.client.sampling_record import (
+    ADD,
+    BITS,
+    KEPT,
+    REMOVED,
+    REPETITION,
+    SCALE,
+    SET,
+    SamplingEdits,
+    SamplingRecord,
+    token_dtype,
+)
 from tests.helpers.random_cases import random_seeds
 
 
@@ -32,12 +43,35 @@ def random_record(rng: random.Random, vocab_size: int, length: int, start: int =
         bits,
         temperature=rng.choice([1.0, 0.7]),
         start=start,
+        edits=random_edits(rng, vocab_size, length),
+    )
+
+
+def random_edits(rng: random.Random, vocab_size: int, length: int) -> SamplingEdits:
+    """Return edits of all kinds, of some tokens or of all, of `length` output tokens."""
+    edits = []
+    for position in range(length):
+        for _ in range(rng.randrange(4)):
+            kind = rng.choice([ADD, SCALE, SET, REPETITION])
+            tokens = rng.sample(
+                range(vocab_size), rng.randrange(1 if kind in (SET, REPETITION) else 0, vocab_size // 2)
+            )
+            count = len(tokens) or 1 if kind in (ADD, SET) else 1
+            edits.append((position, kind, tokens, [rng.uniform(0.5, 2) for _ in range(count)]))
+    return SamplingEdits(
+        np.array([position for position, *_ in edits], np.int64),
+        np.array([kind for _, kind, _, _ in edits], np.uint8),
+        np.array([len(tokens) for _, _, tokens, _ in edits], np.int64),
+        np.array([token for _, _, tokens, _ in edits for token in tokens], np.int64),
+        np.array([value for *_, values in edits for value in values], np.float32),
     )
 
 
 def assert_equal(one: SamplingRecord, other: SamplingRecord) -> None:
-    for name, value in vars(one).items():
-        np.testing.assert_array_equal(value, getattr(other, name), err_msg=name)
+    for part, of_other in ((one, other), (one.edits, other.edits)):
+        for name, value in vars(part).items():
+            if name != "edits":
+                np.testing.assert_array_equal(value, getattr(of_other, name), err_msg=name)
 
 
 @random_seeds(10)
@@ -61,6 +95,8 @@ def test_parts_of_a_stream_are_joined(seed: int) -> None:
     expected = np.concatenate([part.could_be_sampled() for part in parts])
     np.testing.assert_array_equal(joined.could_be_sampled(), expected)
     assert len(joined) == 5
+    positions = [position + part.start for part in parts for position in part.edits.positions.tolist()]
+    assert joined.edits.positions.tolist() == positions
     with pytest.raises(ValueError, match="do not follow each other"):
         SamplingRecord.join([parts[0], random_record(rng, 40, 1, start=4)])
     with pytest.raises(ValueError, match="no sampling records"):
@@ -97,6 +133,7 @@ def test_lists_of_other_servers() -> None:
         ({"version": 2}, "version 2, and this logitship reads version 1"),
         ({"logprobs": ""}, "do not match"),
         ({"kept": ""}, "do not match"),
+        ({"edits": {"positions": "AAAAAA=="}}, "do not match"),
     ],
 )
 def test_record_that_cannot_be_read(change: dict[str, Any], message: str) -> None:

@@ -263,6 +263,7 @@ async def _submission(
         extra_args=body.vllm_xargs or None,
         return_sampling_mask=body.return_sampling_mask,
         sampling_mask_format=body.sampling_mask_format,
+        return_sampling_edits=body.return_sampling_edits,
         sampling_logprobs_mode=body.sampling_logprobs_mode,
         trace=body.trace and body.trace.top,
         **values,

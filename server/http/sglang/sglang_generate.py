@@ -49,6 +49,7 @@ _NAMES_IN_BODY = {
     "prompt_logprobs_start": "logprob_start_len",
     "return_sampling_mask": "return_sampling_mask",
     "sampling_mask_format": "sampling_mask_format",
+    "return_sampling_edits": "return_sampling_edits",
     "sampling_logprobs_mode": "sampling_logprobs_mode",
     "trace": "trace",
 }
@@ -205,6 +206,7 @@ class _GenerateParser:
             extra_args=body.vllm_xargs or None,
             return_sampling_mask=value_for_prompt(body.return_sampling_mask, i),
             sampling_mask_format=body.sampling_mask_format,
+            return_sampling_edits=body.return_sampling_edits and value_for_prompt(body.return_sampling_mask, i),
             sampling_logprobs_mode=body.sampling_logprobs_mode,
             trace=body.trace and body.trace.top,
         )

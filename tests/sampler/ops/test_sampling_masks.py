@@ -3,6 +3,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -108,13 +109,19 @@ def test_list_of_a_tie_that_is_too_long_ends_its_request_alone() -> None:
     assert output.masks == [None, None]
 
 
-def test_packed_masks_of_a_sequence_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sampling_masks, "MAX_BYTES", 25)
-    params = SamplingParams(seed=1, top_k=5, return_sampling_mask=True, sampling_mask_format="packed")
+@pytest.mark.parametrize(
+    ("edits", "limit"),
+    [({}, 25), ({"return_sampling_edits": True, "repetition_penalty": 2.0}, 92)],
+)
+def test_packed_masks_of_a_sequence_are_bounded(
+    edits: dict[str, Any], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sampling_masks, "MAX_BYTES", limit)
+    params = SamplingParams(seed=1, top_k=5, return_sampling_mask=True, sampling_mask_format="packed", **edits)
     sampler = Sampler(1000, CPU, LogitsProcessors([]), None)
-    sampler.update_state(BatchUpdate(1, [], [(0, params, [], [])], []))
+    sampler.update_state(BatchUpdate(1, [], [(0, params, list(range(1000)), [])], []))
     outputs = [sampler.sample(torch.randn(1, 1000)) for _ in range(3)]
-    assert [bool(output.faults) for output in outputs] == [False, False, True]  # 10 bytes each
+    assert [bool(output.faults) for output in outputs] == [False, False, True]  # 10 bytes each, and 21 of edits
     ((_, fault),) = outputs[-1].faults
     assert isinstance(fault, SamplingMasksTooLargeError)
 

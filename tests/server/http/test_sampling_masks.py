@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -134,6 +135,71 @@ def test_one_flag_per_prompt(http: TestClient) -> None:
     assert other["meta_info"]["output_token_sampling_mask"] == [[token] for token in other["output_ids"]]
 
 
+_RESHAPES = {
+    "Adds": "row[params['ids']] += params['by']",
+    "Scales": "row *= params['by']",
+    "ScalesSome": "row[params['ids']] *= params['by']",
+    "Replaces": "row[params['ids']] = params['by']",
+    "Bends": "row[:] = row.sign() * row.abs() ** 1.1 + 0.1 * torch.arange(len(row)).sin()",
+    "Shifts": "row += params['by']",
+    "Normalizes": "row[:] = row.log_softmax(-1)",
+    "Unmasks": "row[params['ids']] = -torch.inf; row[params['ids'][0]] = params['by']",
+}
+RESHAPES = {name: shipped_by_row(name, body) for name, body in _RESHAPES.items()}
+EDITS = {**PACKED, "return_sampling_edits": True}
+
+
+def random_edits(rng: random.Random) -> dict[str, Any]:
+    """Return fields of a request whose processors and parameters also change logits."""
+    fields = random_fields(rng)
+    sampling = fields["sampling"]
+    if rng.random() < 0.4:
+        sampling["logit_bias"] = {str(token): rng.uniform(-3, 3) for token in rng.sample(range(4, 260), 5)}
+    for name, values in (("repetition", (1.3, 0.8)), ("frequency", (0.5, -0.5)), ("presence", (1.0, -0.3))):
+        if rng.random() < 0.4:
+            sampling[f"{name}_penalty"] = rng.choice(values)
+    processors = list(fields["logits_processors"] or ())
+    for name in rng.sample(sorted(RESHAPES), rng.randrange(1, 4)):
+        processor = {"source": RESHAPES[name].source, "class_name": name}
+        params = {"ids": rng.sample(range(4, 260), 12), "by": rng.choice([0.5, 1.7, 2.0])}
+        processors.insert(rng.randrange(len(processors) + 1), {"processor": processor, "params": params})
+    return {**fields, "logits_processors": processors, **EDITS}
+
+
+def bare_logits(model: LoadedModel, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """Return the model's own logits of the output's tokens, float64 [n, vocab]."""
+    with torch.inference_mode():
+        logits: torch.Tensor = model.model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+    return logits
+
+
+@random_seeds(100, shares_fixtures=True)
+def test_replay_repeats_the_edits(seed: int, http: TestClient, unserved_model: LoadedModel) -> None:
+    rng = random.Random(seed)
+    prompt = rng.choices(range(4, VOCAB_SIZE), k=rng.randrange(1, 20))
+    answer = generate(http, prompt, **random_edits(rng))
+    record = SamplingRecord.from_json(answer["meta_info"]["sampling_record"])
+    logits = bare_logits(unserved_model, prompt, answer["output_ids"])
+    np.testing.assert_allclose(logitship.replay.replay(logits, record).numpy(), record.logprobs, atol=1e-5)
+    # In a batch, some tokens of which have no edits.
+    padded = torch.cat([logits, torch.zeros(1, VOCAB_SIZE)])
+    other = SamplingRecord.from_lists(VOCAB_SIZE, [5], [[5, 6]], [0.0])
+    batch = torch.stack([padded, torch.zeros_like(padded)])
+    found = logitship.replay.replay(batch, logitship.replay.collate([record, other], len(padded)))
+    np.testing.assert_allclose(found[0, :-1].numpy(), record.logprobs, atol=1e-5)
+    assert found[1, 0] == pytest.approx(-math.log(2))
+
+
+def test_edits_of_streams_are_joined(http: TestClient) -> None:
+    sampling = {"max_new_tokens": 5, "sampling_seed": 1, "logit_bias": {"70": 2.0}, "ignore_eos": True}
+    body = {"input_ids": [70, 71, 72], "sampling_params": sampling, **EDITS}
+    whole = SamplingRecord.from_json(http.post("/generate", json=body).json()["meta_info"]["sampling_record"])
+    joined = SamplingRecord.join([chunk.sampling_record for chunk in stream(http, "/generate", body)])
+    assert len(whole.edits) == 5
+    for name, value in vars(whole.edits).items():
+        np.testing.assert_array_equal(value, getattr(joined.edits, name), err_msg=name)
+
+
 def random_fields(rng: random.Random) -> dict[str, Any]:
     """Return fields of a request whose processors and parameters only remove tokens."""
     processors: list[Any] = [
@@ -165,10 +231,7 @@ def test_replay_of_the_bare_model_gives_the_servers_numbers(
     prompt = rng.choices(range(4, VOCAB_SIZE), k=rng.randrange(1, 20))
     answer = generate(http, prompt, **random_fields(rng))
     record = SamplingRecord.from_json(answer["meta_info"]["sampling_record"])
-    output = answer["output_ids"]
-    with torch.inference_mode():
-        logits = unserved_model.model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
-    replayed = logitship.replay.replay(logits, record)
+    replayed = logitship.replay.replay(bare_logits(unserved_model, prompt, answer["output_ids"]), record)
     np.testing.assert_allclose(replayed.numpy(), record.logprobs, atol=1e-5)
 
 
@@ -190,6 +253,11 @@ def test_forced_and_drafted_tokens_have_masks(http: TestClient) -> None:
         ),
         ({"sampling_mask_format": "packed"}, "sampling_mask_format: requires return_sampling_mask"),
         ({"sampling_logprobs_mode": "support"}, "sampling_logprobs_mode: requires return_sampling_mask"),
+        ({"return_sampling_edits": True}, "return_sampling_edits: requires return_sampling_mask"),
+        (
+            {"return_sampling_edits": True, "return_sampling_mask": True, "sampling_params": {"top_k": 5}},
+            "return_sampling_edits: needs return_sampling_mask and sampling_mask_format packed",
+        ),
         ({**PACKED, "sampling_logprobs_mode": "support"}, "sampling_logprobs_mode: must be selected with"),
         ({**PACKED, "sampling_params": {"num_beams": 2}}, "return_sampling_mask: is not supported with beam search"),
         ({"return_sampling_mask": [True]}, "return_sampling_mask: must not be a list"),
