@@ -41,6 +41,7 @@ ON_THE_DEFAULT_MODEL = {
 """Pages whose examples show answers of the default model. The others run on a tiny one."""
 LOADS_THE_DEFAULT_MODEL = {"beam-search.md", "checking.md", "offline.md", "transformers.md"}
 """Pages whose examples load the default model themselves."""
+TAKES_LONG = {"grpo.md"}
 BY_ITSELF = {"tutorial.md"}
 """Followed command by command: `tests/end_to_end/test_tutorial.py`."""
 
@@ -128,7 +129,8 @@ PYTHON_PAGES = [
 
 def marks_of(page: Path) -> Sequence[pytest.MarkDecorator]:
     """Return the marks of the tests that run the examples of a page."""
-    return [pytest.mark.thorough] if page.name in ON_THE_DEFAULT_MODEL | LOADS_THE_DEFAULT_MODEL else []
+    takes_long = ON_THE_DEFAULT_MODEL | LOADS_THE_DEFAULT_MODEL | TAKES_LONG
+    return [pytest.mark.thorough] if page.name in takes_long else []
 
 
 @pytest.fixture(scope="module")
