@@ -52,6 +52,18 @@ class SamplingEdits:
         integers = np.empty(0, np.int64)
         return cls(integers, np.empty(0, np.uint8), integers, integers, np.empty(0, np.float32))
 
+    @classmethod
+    def join(cls, parts: Sequence[SamplingEdits]) -> SamplingEdits:
+        """Return the edits of several parts, whose positions are those of one output."""
+        names = [each.name for each in fields(cls)]
+        return (
+            cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names)) if parts else cls.none()
+        )
+
+    def shifted(self, count: int) -> SamplingEdits:
+        """Return the same edits `count` tokens later."""
+        return replace(self, positions=self.positions + count)
+
     @property
     def num_values(self) -> Tokens:
         """Number of values of each edit: int64 [m]."""
@@ -205,13 +217,8 @@ class SamplingRecord:
             raise ValueError("the sampling records do not follow each other: a part of the output is missing")
         names = ("token_ids", "logprobs", "forms", "lengths", "kept", "removed", "bits")
         arrays: dict[str, Any] = {name: np.concatenate([getattr(each, name) for each in records]) for name in names}
-        edits = {
-            each.name: np.concatenate([getattr(record.edits, each.name) for record in records])
-            for each in fields(SamplingEdits)
-        }
-        shifts = np.repeat([record.start - records[0].start for record in records], [len(r.edits) for r in records])
-        edits["positions"] += shifts.astype(np.int64)
-        return replace(records[0], **arrays, edits=SamplingEdits(**edits))
+        edits = SamplingEdits.join([record.edits.shifted(record.start - records[0].start) for record in records])
+        return replace(records[0], **arrays, edits=edits)
 
     def to_json(self) -> dict[str, Any]:
         """Return the record as JSON: arrays are little-endian, in base64, and those without elements are left out."""

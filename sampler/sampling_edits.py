@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +47,35 @@ def edits_of_request(
         penalized = np.where(values > 0, values / np.float32(factor), values * np.float32(factor))
         values = np.where(is_seen, penalized, values)
     yield from edits_between(values, request[tokens], tokens, "a penalty or an installed batch processor")
+
+
+def edits_after_penalties(
+    model: _Logits, request: _Logits, tokens: _Tokens, biases: Mapping[int, float], factor: float, seen: Sequence[int]
+) -> Iterator[SamplingEdit]:
+    """Yield the edits by a request's own parameters in SGLang's order: additive penalties, repetition penalty, biases.
+
+    Args:
+        model: logits of the model, [vocab].
+        request: the same after the edits.
+        tokens: tokens that could be sampled.
+        biases: added to logits, by token.
+        factor: the repetition penalty.
+        seen: tokens of its prompt and output.
+
+    Raises:
+        SamplingEditsTooLongError: an edit names too many tokens.
+    """
+    added = np.array([biases.get(token, 0.0) for token in tokens.tolist()], np.float32)
+    is_seen = np.isin(tokens, np.array(seen, np.int64)) & (factor != 1)
+    values = request[tokens] - added
+    factors = np.where(is_seen, np.float32(factor), np.float32(1))
+    values = np.where(values > 0, values * factors, values / factors)
+    # What was undone is rounded, so that a difference need not be an edit.
+    before = model[tokens]
+    values = np.where(np.isclose(values, before, rtol=_PRECISION, atol=_PRECISION), before, values)
+    yield from edits_between(before, values, tokens, "a penalty")
+    yield from _some(REPETITION, tokens, np.array([factor], np.float32), is_seen, "repetition_penalty")
+    yield from _some(ADD, tokens, added, added != 0, "logit_bias")
 
 
 def edits_between(before: _Logits, after: _Logits, tokens: _Tokens, name: str) -> Iterator[SamplingEdit]:

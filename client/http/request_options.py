@@ -43,8 +43,8 @@ class ProcessorOptions(TypedDict, total=False):
     """Return for each output token the tokens that could be sampled in its place, and its log-probability (not on
     vLLM). For a batch also a list, one per prompt."""
     sampling_mask_format: Literal["lists", "packed"]
-    """`packed`: as `sampling_record` of the answer, for `logitship.replay` (only on logitship servers). `lists`: in
-    `raw`, as the server sends them."""
+    """`packed`: as `sampling_record` of the answer, for `logitship.replay` (in other engines with logitship's plugin).
+    `lists`: in `raw`, as the server sends them."""
     return_sampling_edits: bool
     """With `packed`: add what was done to the model's logits of the tokens that could be sampled."""
     sampling_logprobs_mode: Literal["selected", "support"]

@@ -25,7 +25,7 @@ from logitship_sglang import REFUSES_ALL
 
 from .http_requests import HttpRequest, get
 from .sglang_handshake import NOT_ENABLED, PROBE_BODY, SglangPlugin
-from .sglang_requests import has_several, translate_for_sglang
+from .sglang_requests import has_several, packs_masks, translate_for_sglang
 from .vllm_handshake import PROBE, PluginInfo
 from .vllm_requests import has_processors, translate_for_vllm
 
@@ -77,10 +77,10 @@ class ServerDialect:
         records = isinstance(request.json, Mapping) and not request.json.keys().isdisjoint(_RECORDS)
         if self._kind == "auto" and (uses_processors or records or request.path == "/generate"):
             return _MODELS_PROBE
-        if self._kind == "vllm" and uses_processors and self._plugin is None:
+        if self._kind == "vllm" and (uses_processors or records) and self._plugin is None:
             return _plugin_probe(request)
         # If the caller said that it is SGLang, one processor, which is sent as it is, is no reason to ask.
-        needs_plugin = (uses_processors and self._is_detected) or has_several(request)
+        needs_plugin = (uses_processors and self._is_detected) or has_several(request) or packs_masks(request)
         if self._kind == "sglang" and needs_plugin and self._has_sglang_plugin is None:
             return _SGLANG_PROBE
         is_large = request.largest is not None and request.largest.size > _MIN_LIMIT

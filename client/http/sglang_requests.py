@@ -29,6 +29,11 @@ def has_several(request: HttpRequest) -> bool:
     )
 
 
+def packs_masks(request: HttpRequest) -> bool:
+    """Return whether the request asks for packed sampling masks."""
+    return isinstance(request.json, Mapping) and request.json.get("sampling_mask_format") == "packed"
+
+
 def translate_for_sglang(request: HttpRequest, *, has_plugin: bool) -> HttpRequest:
     """Return the same request for SGLang.
 
@@ -42,10 +47,10 @@ def translate_for_sglang(request: HttpRequest, *, has_plugin: bool) -> HttpReque
     body = request.json
     if not isinstance(body, Mapping):
         return request
-    if body.get("sampling_mask_format") == "packed":
-        raise ValueError("sampling_mask_format: SGLang returns masks as lists")
-    if body.get("return_sampling_edits"):
-        raise ValueError("return_sampling_edits: SGLang returns no edits")
+    if packs_masks(request) and not (has_plugin and request.path == "/generate"):
+        raise ValueError(
+            "sampling_mask_format: SGLang packs masks only with logitship's plugin, and only in `generate`"
+        )
     if "trace" in body:
         raise ValueError("trace: SGLang does not support traces")
     processor, several = body.get(_FIELD), body.get(_SEVERAL)

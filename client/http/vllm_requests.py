@@ -55,10 +55,7 @@ _STRUCTURED_OUTPUTS = {
 _UNSUPPORTED = {
     "stop_regex": "vLLM does not support stop expressions",
     "logprobs_mode": "on vLLM only the operator can set this (--logprobs-mode)",
-    "return_sampling_mask": "vLLM returns no sampling masks over HTTP",
-    "return_sampling_edits": "vLLM returns no sampling masks over HTTP",
-    "sampling_logprobs_mode": "vLLM returns no sampling masks over HTTP",
-    "sampling_mask_format": "vLLM returns no sampling masks over HTTP",
+    "sampling_logprobs_mode": "on vLLM, sampling masks are packed, with the log-probabilities of the output's tokens",
     "trace": "vLLM does not support traces",
 }
 

@@ -177,6 +177,12 @@ class SamplingMasks(SamplerOp[MaskedRow, Mapping[int, MaskedRow]]):
         return StepMasks(self.prepared(rows) or {}, self._vocab_size)
 
 
+def packed_mask(logits: torch.Tensor, token_id: int) -> RowMask:
+    """Return the packed mask of a token that was sampled from the softmax of a row's logits, float32 [vocab]."""
+    tokens, logprobs = _unmasked(logits, ~logits.isneginf())
+    return _packed(tokens, logprobs[tokens == token_id], len(logits))
+
+
 def _of_weights(kept: KeptTokens) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Return the tokens that can be sampled, the most likely first, and their log-probabilities."""
     weights = np.array(kept.weights, np.float64) / UNIT_WEIGHT
@@ -188,7 +194,10 @@ def _of_weights(kept: KeptTokens) -> tuple[npt.NDArray[np.int64], npt.NDArray[np
 def _of_logits(logits: torch.Tensor, params: SamplingParams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     """Do the same from the logits of one row, float32 [vocab]. Reads the whole vocabulary."""
     kept = kept_tokens(logits, params.top_k, params.top_p) if removes_tokens(params, len(logits)) else None
-    kept = ~logits.isneginf() if kept is None else kept
+    return _unmasked(logits, ~logits.isneginf() if kept is None else kept)
+
+
+def _unmasked(logits: torch.Tensor, kept: torch.Tensor) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
     values = logits.masked_fill(~kept, -torch.inf).double().log_softmax(dim=-1).cpu().numpy()
     tokens = np.flatnonzero(kept.cpu().numpy())
     if len(tokens) <= MAX_LISTED:

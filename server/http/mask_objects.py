@@ -41,6 +41,5 @@ def listed_logprobs(params: SamplingParams, masks: Sequence[RowMask]) -> list[fl
 def packed_masks(params: SamplingParams, vocab_size: int, part: Continuation | GenerationChunk) -> SamplingRecordObject:
     """Return the record of a part of an output: of the whole output so far, or of the new tokens of a chunk."""
     start = part.completion_tokens - len(part.token_ids)
-    return cast(
-        "SamplingRecordObject", sampling_record(params, vocab_size, part.token_ids, part.masks, start).to_json()
-    )
+    record = sampling_record(params.temperature, vocab_size, part.token_ids, part.masks, start)
+    return cast("SamplingRecordObject", record.to_json())

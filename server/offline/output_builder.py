@@ -101,7 +101,7 @@ class OutputBuilder:
         params = self._request.request.sampling_params
         if not params.return_sampling_mask:
             return None
-        return sampling_record(params, self._vocab_size, continuation.token_ids, continuation.masks)
+        return sampling_record(params.temperature, self._vocab_size, continuation.token_ids, continuation.masks)
 
     def _token_trace(self, trace: RowTrace) -> TokenTrace:
         return TokenTrace(self._candidate(trace.token_id), tuple(map(self._candidate, trace.candidates)), trace.stages)

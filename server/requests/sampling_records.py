@@ -8,17 +8,16 @@ from typing import Any
 import numpy as np
 
 from logitship.client.sampling_record import BITS, KEPT, REMOVED, SamplingEdits, SamplingRecord
-from logitship.sampler.ops.sampling_masks import RowMask
-from logitship.sampler.sampling_params import SamplingParams
+from logitship.sampler.ops.sampling_masks import RowMask, SamplingEdit
 
 
 def sampling_record(
-    params: SamplingParams, vocab_size: int, token_ids: Sequence[int], masks: Sequence[RowMask], start: int = 0
+    temperature: float, vocab_size: int, token_ids: Sequence[int], masks: Sequence[RowMask], start: int = 0
 ) -> SamplingRecord:
     """Return the record of some tokens and their masks.
 
     Args:
-        params: of the request.
+        temperature: of the request.
         vocab_size: number of tokens of the vocabulary.
         token_ids: the tokens.
         masks: one per token.
@@ -33,15 +32,19 @@ def sampling_record(
         _concatenated([mask.tokens for mask in masks if mask.form == KEPT], np.int64),
         _concatenated([mask.tokens for mask in masks if mask.form == REMOVED], np.int64),
         _concatenated([mask.tokens for mask in masks if mask.form == BITS], np.uint8).reshape(-1, -(-vocab_size // 8)),
-        params.temperature or 1.0,
+        temperature or 1.0,
         start,
-        _edits(masks),
+        sampling_edits([mask.edits for mask in masks]),
     )
 
 
-def _edits(masks: Sequence[RowMask]) -> SamplingEdits:
-    """Return the edits of all tokens."""
-    placed = [(position, edit) for position, mask in enumerate(masks) for edit in mask.edits]
+def sampling_edits(of_tokens: Sequence[Sequence[SamplingEdit]]) -> SamplingEdits:
+    """Return the edits of some tokens as one record.
+
+    Args:
+        of_tokens: those of each token, in order.
+    """
+    placed = [(position, edit) for position, edits in enumerate(of_tokens) for edit in edits]
     return SamplingEdits(
         np.array([position for position, _ in placed], np.int64),
         np.array([edit.kind for _, edit in placed], np.uint8),

@@ -19,6 +19,8 @@ PARAMS = "custom_params"
 """Parameters of the processors that have none of their own."""
 PROCESSORS = "logits_processors"
 """The list of several processors."""
+MASK, FORMAT, EDITS = MASK_FIELDS = ("return_sampling_mask", "sampling_mask_format", "return_sampling_edits")
+"""The fields for the record of a request's sampling."""
 MAX_PROCESSORS = 64
 """Most processors of a request."""
 _SAME_NAMES = (
@@ -139,3 +141,31 @@ def with_strings(value: Any, processors: Sequence[ProcessorRequest]) -> Any:
             for entry, each in zip(value, processors, strict=True)
         ]
     return to_text(sendable(processors[0].string))
+
+
+def check_mask_fields(fields: Mapping[str, Any], engine: str, *, returns_lists: bool) -> bool:
+    """Check the fields for sampling masks, and return whether a request asks for packed ones.
+
+    Args:
+        fields: the request's fields of `MASK_FIELDS`, and others.
+        engine: name of the engine.
+        returns_lists: it returns masks as lists, too.
+
+    Raises:
+        ValueError: a field is malformed, or needs another one; names it.
+    """
+    if fields.get(EDITS) not in (None, False, True):
+        raise ValueError(f"{EDITS}: must be true or false")
+    if fields.get(FORMAT) not in (None, "lists", "packed"):
+        raise ValueError(f"{FORMAT}: must be lists or packed")
+    if not fields.get(MASK):
+        for name in (FORMAT, EDITS):
+            if fields.get(name):
+                raise ValueError(f"{name}: requires {MASK}")
+        return False
+    is_packed = fields.get(FORMAT) == "packed"
+    if not is_packed and not returns_lists:
+        raise ValueError(f"{FORMAT}: must be packed: inside {engine}, {MASK} returns no lists")
+    if not is_packed and fields.get(EDITS):
+        raise ValueError(f"{EDITS}: requires {FORMAT} packed")
+    return is_packed

@@ -2,7 +2,7 @@
 
 The engine's routes know nothing of receipts. Its front end adds those of each continuation to the `ResponseReceipts` of
 the HTTP request, and hooks around Starlette's responses write them into the JSON: of whole answers, and of the event of
-a stream that has the end of a choice.
+a stream that has the end of a choice. Sampling records go the same way, in a stream with the next event of the choice.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import orjson
 
+from logitship.client.sampling_record import SamplingRecord
 from logitship.server.schemas.response_schemas import ReceiptObject
 
 from .hook_target import HookTarget
@@ -24,14 +25,15 @@ _LAST_EVENTS = ("response.completed", "response.incomplete", "response.failed")
 
 
 class ResponseReceipts:
-    """The receipts of one HTTP response that have not been sent yet."""
+    """The receipts and sampling records of one HTTP response that have not been sent yet."""
 
     def __init__(self) -> None:
         self._receipts: dict[int, Sequence[ReceiptObject]] = {}
+        self._records: dict[int, list[SamplingRecord]] = {}
         self._num_choices = 0
 
     def __bool__(self) -> bool:
-        return bool(self._receipts)
+        return bool(self._receipts or self._records)
 
     def reserve(self, num_choices: int) -> int:
         """Return the index of the first choice of a prompt. Called once for each prompt, in order."""
@@ -43,8 +45,12 @@ class ResponseReceipts:
         """Add the receipts of a choice that has finished."""
         self._receipts[choice] = receipts
 
+    def add_record(self, choice: int, record: SamplingRecord) -> None:
+        """Add the record of the next tokens of a choice."""
+        self._records.setdefault(choice, []).append(record)
+
     def write(self, data: Any) -> bool:
-        """Write receipts into a response, or the event of a stream, if it has the end of a choice.
+        """Write receipts into a response, or the event of a stream, if it has the end of a choice; records into any.
 
         Args:
             data: the parsed JSON, which is changed in place.
@@ -60,11 +66,15 @@ class ResponseReceipts:
             return True
         if data.get("type") in _LAST_EVENTS:
             return self.write(data["response"])
-        ended = [choice for choice in data.get("choices") or () if choice.get("finish_reason") is not None]
+        choices = data.get("choices") or ()
+        recorded = [choice for choice in choices if choice["index"] in self._records]
+        for choice in recorded:
+            choice["sampling_record"] = SamplingRecord.join(self._records.pop(choice["index"])).to_json()
+        ended = [choice for choice in choices if choice.get("finish_reason") is not None]
         written = [choice for choice in ended if choice["index"] in self._receipts]
         for choice in written:
             choice[RECEIPTS] = self._receipts.pop(choice["index"])
-        return bool(written)
+        return bool(recorded or written)
 
     def write_event(self, part: str | bytes | memoryview) -> str | bytes | memoryview:
         """Return a part of a stream with receipts, where it has the end of a choice."""

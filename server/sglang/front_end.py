@@ -18,7 +18,7 @@ from logitship.server.api_keys import ApiKeys, Caller, tenant_of
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.runtime.plugin_setup import for_admission
-from logitship.server.runtime.request_fields import with_strings
+from logitship.server.runtime.request_fields import EDITS, with_strings
 from logitship_sglang import logger
 
 from .generate_fields import (
@@ -30,6 +30,7 @@ from .generate_fields import (
     uses_beam_search,
     with_params,
 )
+from .packed_masks import asks_for_edits, requested_masks
 from .sglang_settings import SglangSettings
 
 NUM_PARSED = 4
@@ -50,18 +51,31 @@ class FrontEnd:
         model: the model.
         api_key: SGLang's own key; None: it requires none.
         skips_processors: SGLang decodes speculatively in a way that processors cannot follow.
+        speculates: SGLang decodes speculatively.
     """
 
     def __init__(
-        self, settings: SglangSettings, model: ModelView, api_key: str | None = None, *, skips_processors: bool
+        self,
+        settings: SglangSettings,
+        model: ModelView,
+        api_key: str | None = None,
+        *,
+        skips_processors: bool,
+        speculates: bool = False,
     ) -> None:
         self._settings = settings
         self._model = model
         self._keys = ApiKeys([api_key] if api_key else [], settings.shipping_api_key)
         self._skips_processors = skips_processors
+        self._speculates = speculates
         self._threads = ThreadPoolExecutor(NUM_PARSED, "logitship-parse")
         self._lock = threading.Lock()
         self._processors: PluginProcessors | None = None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of columns of the logits."""
+        return self._model.vocab_size
 
     def prepare(self) -> None:
         """Start the sandboxes in a thread. The first request with a processor waits for them."""
@@ -80,6 +94,10 @@ class FrontEnd:
         """
         add_sent(generate, getattr(http_request, "scope", {}))
         pairs = processors_of(generate)
+        with_edits = asks_for_edits(requested_masks(getattr(http_request, "scope", {})))
+        if with_edits and (not pairs or self._speculates):
+            reason = "needs a processor" if not pairs else "is not supported with speculative decoding"
+            raise ValueError(f"{EDITS}: inside SGLang, it {reason}")
         if not pairs:
             return
         if any(string == PROBE for string, _ in pairs):
@@ -99,7 +117,7 @@ class FrontEnd:
             raise ValueError(
                 "custom_logit_processor: the server cannot start a thread to check it now: try again later"
             ) from None
-        mark_admitted(generate, caller.tenant, texts)
+        mark_admitted(generate, caller.tenant, texts, records_edits=with_edits)
 
     def _parse(
         self, pairs: Sequence[tuple[str, Any]], caller: Caller

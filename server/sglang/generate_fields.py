@@ -166,18 +166,25 @@ It makes the string one that no process of SGLang can unpickle, whether the plug
 """
 
 
-def mark_admitted(generate: Any, tenant: str, texts: Mapping[str, str] = MappingProxyType({})) -> None:
+_WITH_EDITS = "logitship+edits:"
+"""The same of a request with `return_sampling_edits`."""
+
+
+def mark_admitted(
+    generate: Any, tenant: str, texts: Mapping[str, str] = MappingProxyType({}), *, records_edits: bool = False
+) -> None:
     """Mark the processor strings of a request, once it is admitted, for SGLang's scheduler.
 
     Args:
         generate: SGLang's `GenerateReqInput`, normalized or not.
         tenant: who sent it.
         texts: strings to send in place of those that name registered processors.
+        records_edits: it asks for the edits of its logits.
     """
     strings = getattr(generate, PROCESSOR)
     several = isinstance(strings, list)
     marked = [
-        f"{ADMITTED}{tenant}:{texts.get(string, string)}" if string else string
+        f"{_WITH_EDITS if records_edits else ADMITTED}{tenant}:{texts.get(string, string)}" if string else string
         for string in (strings if several else [strings])
     ]
     setattr(generate, PROCESSOR, marked if several else marked[0])
@@ -189,10 +196,20 @@ def read_mark(marked: str) -> tuple[str, str]:
     Raises:
         ValueError: it has none.
     """
-    if not marked.startswith(ADMITTED):
+    if not is_admitted(marked):
         raise ValueError(f"{PROCESSOR}: the request has not been checked by logitship in SGLang's front end")
-    tenant, _, string = marked[len(ADMITTED) :].partition(":")
+    _, tenant, string = marked.split(":", 2)
     return tenant, string
+
+
+def is_admitted(marked: str) -> bool:
+    """Return whether a processor string has a mark."""
+    return marked.startswith((ADMITTED, _WITH_EDITS))
+
+
+def records_edits(marked: str) -> bool:
+    """Return whether an admitted request asks for the edits of its logits."""
+    return marked.startswith(_WITH_EDITS)
 
 
 _ALL_TOKENS = 1 << 30

@@ -18,13 +18,16 @@ from logitship.server.runtime.seat import start_engine_worker
 from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship_sglang import GENERATE, logger
 
+from .edit_recorder import EditRecorder
 from .finish_abort import reject
 from .forward_step import ForwardStep
 from .front_end import FrontEnd
 from .generate_fields import SENT, read_body
 from .hook_registry import apply_hooks
 from .loading_requests import LoadingRequests
+from .packed_masks import SAMPLING_EDITS, PackedMasks, requested_masks, take_mask_fields
 from .receipt_info import receipts_of, send_receipts
+from .sampled_masks import masks_of
 from .sampling_ranks import sampling_ranks
 from .served_model import served_model
 from .sglang_seat import SglangSeat, find_scheduled, scheduled
@@ -64,7 +67,8 @@ def make_front_end(init: Function, manager: Any, server_args: Any, *args: Any, *
         if arguments.enable_metrics:
             METRICS.wrap()
     model = served_model(manager.model_config, arguments)
-    front_end = FrontEnd(settings, model, arguments.api_key, skips_processors=skips)
+    speculates = arguments.speculative_algorithm is not None
+    front_end = FrontEnd(settings, model, arguments.api_key, skips_processors=skips, speculates=speculates)
     setattr(manager, _FRONT_END, front_end)
     front_end.prepare()
     if HTTP_SERVER in sys.modules:
@@ -77,6 +81,7 @@ async def keep_processor(json: Function, request: Any) -> Any:
     """Let the routes take processors as objects, and keep those that their schemas drop."""
     body = await json(request)
     read_body(body, request.scope)
+    take_mask_fields(body, request.scope)
     if SENT in request.scope and not request.scope["path"].endswith("/generate"):  # it has them in `meta_info`
         expect_receipts()
     return body
@@ -102,15 +107,32 @@ async def admit(generate_request: Function, manager: Any, obj: Any, request: Any
     front_end = getattr(manager, _FRONT_END, None)
     if front_end is not None:
         await front_end.admit(obj, request)
-    receipts = response_receipts()
+    receipts, masks = response_receipts(), None
+    if front_end is not None and requested_masks(getattr(request, "scope", {})) is not None:
+        masks = PackedMasks(
+            front_end.vocab_size, partial(_temperature, manager, obj), are_deltas=_are_deltas(manager, obj)
+        )
     first_choice = 0 if receipts is None else receipts.reserve(1)
     async with aclosing(generate_request(manager, obj, request)) as responses:
         async for response in responses:
-            if receipts is not None:
-                for number, each in enumerate(response if isinstance(response, list) else [response]):
-                    if RECEIPTS in each["meta_info"]:
-                        receipts.add(first_choice + each.get("index", number), each["meta_info"][RECEIPTS])
+            for number, each in enumerate(response if isinstance(response, list) else [response]):
+                index = each.get("index", number)
+                if masks is not None:
+                    masks.pack(each, index)
+                if receipts is not None and RECEIPTS in each["meta_info"]:
+                    receipts.add(first_choice + index, each["meta_info"][RECEIPTS])
             yield response
+
+
+def _temperature(manager: Any, obj: Any, index: int) -> float:
+    """Return the temperature of a prompt of SGLang's `GenerateReqInput`."""
+    params = obj.sampling_params[index] if isinstance(obj.sampling_params, list) else obj.sampling_params
+    temperature: float = ((manager.preferred_sampling_params or {}) | (params or {})).get("temperature", 1.0)
+    return temperature
+
+
+def _are_deltas(manager: Any, obj: Any) -> bool:
+    return bool(obj.stream and manager.incremental_streaming_output)
 
 
 def make_steps(init: Function, scheduler: Any, server_args: Any, *args: Any, **kwargs: Any) -> None:
@@ -205,9 +227,11 @@ def sample(sample: Function, runner: Any, logits_output: Any, forward_batch: Any
     if not forward_batch.sampling_info.has_custom_logit_processor:
         _steps.plain_step()
         return sample(runner, logits_output, forward_batch)
-    with _steps.sampling(ForwardStep(forward_batch)):
+    edits = EditRecorder(_rows(forward_batch.sampling_info), logits_output.next_token_logits)
+    with _steps.sampling(ForwardStep(forward_batch), edits):
         token_ids = sample(runner, logits_output, forward_batch)
-    _steps.sampled(token_ids, logits_output)
+    _steps.sampled(token_ids, logits_output, masks_of(forward_batch.sampling_info, logits_output))
+    edits.add_to(logits_output, len(token_ids), SAMPLING_EDITS, _steps.called)
     return token_ids
 
 
@@ -270,7 +294,10 @@ def keep_receipts(
     update: Function, manager: Any, meta_info: dict[str, Any], state: Any, info: Any, index: int, reason: Any
 ) -> None:
     """Put the receipts of finished requests into `meta_info` whole. SGLang splits lists among the chunks of streams."""
-    update(manager, meta_info, state, {key: info[key] for key in info if key != RECEIPTS}, index, reason)
+    left_out = {RECEIPTS}
+    if all(each is None for each in info.get(SAMPLING_EDITS, {index: ()})[index]):
+        left_out.add(SAMPLING_EDITS)  # those of other requests
+    update(manager, meta_info, state, {key: info[key] for key in info if key not in left_out}, index, reason)
     if RECEIPTS in info and info[RECEIPTS][index]:
         meta_info[RECEIPTS] = info[RECEIPTS][index]
 

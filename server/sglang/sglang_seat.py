@@ -33,9 +33,19 @@ from logitship.server.runtime.seat import EngineWorker
 from logitship.server.runtime.tracked_request import TrackedRequest
 from logitship_sglang import logger
 
+from .edit_recorder import EditRecorder
 from .finish_abort import abort
 from .forward_step import ForwardStep
-from .generate_fields import ADMITTED, BEAM_SEARCH, read_mark, read_processors, sampling_params_of, with_params
+from .generate_fields import (
+    BEAM_SEARCH,
+    is_admitted,
+    read_mark,
+    read_processors,
+    records_edits,
+    sampling_params_of,
+    with_params,
+)
+from .sampled_masks import SampledMask
 from .sampling_ranks import EndedRows, SamplingRanks
 
 _NO_DRAFTS = "its processors cannot run in this step, in which SGLang verifies drafts"
@@ -59,10 +69,14 @@ class ScheduledRequest:
 
     Attributes:
         req: SGLang's `Req`; weak, because SGLang's requests die by their reference count.
+        records_edits: it asks for the edits of its logits.
+        edits: those of the token that was sampled last, as JSON.
         sampled: what SGLang sampled in the step in which the processors were called last.
     """
 
     req: weakref.ReferenceType[Any]
+    records_edits: bool = False
+    edits: dict[str, Any] | None = None
     sampled: SampledRow | None = None
 
     @property
@@ -80,11 +94,13 @@ class SampledRow:
         row: the row.
         token_ids: the tokens of all rows.
         logprobs: fields of SGLang's `LogitsProcessorOutput` with an item for each row, by name; those that it has.
+        mask: its sampling mask; None: the request does not ask for it.
     """
 
     row: int
     token_ids: torch.Tensor
     logprobs: Mapping[str, Any]
+    mask: SampledMask | None
 
     @property
     def token(self) -> int:
@@ -108,6 +124,12 @@ class SglangSeat:
         self._repeated: dict[int, TrackedRequest] = {}
         self._trees: dict[int, DraftTree] = {}
         self._step: ForwardStep | None = None
+        self._edits: EditRecorder | None = None
+
+    @property
+    def called(self) -> Collection[int]:
+        """Rows of the step whose processors were called in it."""
+        return self._runtime.called
 
     @property
     def are_used(self) -> bool:
@@ -149,16 +171,16 @@ class SglangSeat:
                 self._runtime.begin(self._sampled_rows(rows, step))
 
     @contextmanager
-    def sampling(self, step: ForwardStep) -> Iterator[None]:
-        """Let `apply` know the step that it belongs to."""
+    def sampling(self, step: ForwardStep, edits: EditRecorder | None = None) -> Iterator[None]:
+        """Let `apply` know the step that it belongs to, and what records its edits."""
         if not self._runtime.begun_rows:
             self.drop_finished()
-        self._step, self._repeated = step, {}
+        self._step, self._repeated, self._edits = step, {}, edits
         self._runtime.called = {}
         try:
             yield
         finally:
-            self._step = None
+            self._step = self._edits = None
 
     def plain_step(self) -> None:
         """Take part in a step without processors."""
@@ -186,6 +208,8 @@ class SglangSeat:
             tokens_per_row: number of rows of the logits for each row of the batch.
         """
         self._runtime.edited = []
+        if self._edits is not None:
+            self._edits.record(logits)
         if self._worker.ranks.is_first:
             with self._runtime.or_fail(rows.values()):
                 if self._step is None or tokens_per_row != 1:
@@ -193,13 +217,16 @@ class SglangSeat:
                 else:
                     self._runtime.apply(logits, self._sampled_rows(rows, self._step), len(logits))
         self._end(rows, self._worker.ranks.share(logits, self._runtime.edited, _ended(rows)))
+        if self._edits is not None:
+            self._edits.record(logits)
 
-    def sampled(self, token_ids: torch.Tensor, output: Any) -> None:
-        """Take the tokens that SGLang sampled in this step, and correct the log-probabilities of repeated ones.
+    def sampled(self, token_ids: torch.Tensor, output: Any, masks: Mapping[int, SampledMask]) -> None:
+        """Take the tokens that SGLang sampled in this step, and correct what it returns about repeated ones.
 
         Args:
             token_ids: the tokens, by row.
             output: SGLang's `LogitsProcessorOutput`.
+            masks: sampling masks, by row.
         """
         logprobs = {name: found for name in _LOGPROBS if (found := getattr(output, name, None)) is not None}
         with self._runtime.or_fail(self._repeated.values()):
@@ -208,8 +235,10 @@ class SglangSeat:
                 for name, values in sampled.logprobs.items():
                     if name in logprobs:
                         logprobs[name][row] = values[sampled.row]
+                if sampled.mask is not None and row in masks:
+                    sampled.mask.overwrite(masks[row])
         for row, request in self._runtime.called.items():
-            request.record.sampled = SampledRow(row, token_ids, logprobs)
+            request.record.sampled = SampledRow(row, token_ids, logprobs, masks.get(row))
 
     def apply_to_drafts(self, logits: torch.Tensor, rows: Rows, trees: Sequence[DraftTree] | None) -> None:
         """Run the processors on the rows of draft tokens, in place, as if each were accepted.
@@ -341,11 +370,11 @@ def scheduled(req: Any) -> TrackedRequest:
     if request is None:
         marked = req.custom_logit_processor
         request = TrackedRequest(
-            ScheduledRequest(weakref.ref(req)),
+            ScheduledRequest(weakref.ref(req), records_edits(marked)),
             req.rid,
             list(req.origin_input_ids),
             _ends_of(req),
-            tenant=read_mark(marked)[0] if marked.startswith(ADMITTED) else "",
+            tenant=read_mark(marked)[0] if is_admitted(marked) else "",
             max_tokens=req.sampling_params.max_new_tokens,
         )
         setattr(req, _ATTRIBUTE, request)

@@ -12,6 +12,8 @@ from inspect import unwrap
 from types import FunctionType
 from typing import Any
 
+from logitship.sampler.batch_processors.interface import BatchUpdate, MoveDirectionality
+
 from .callers import SCHEDULED, find_caller_argument
 
 
@@ -100,3 +102,9 @@ def _names_in_code(cls: type) -> Iterator[str]:
             function = unwrap(member)
             if isinstance(function, FunctionType):
                 yield from function.__code__.co_names
+
+
+def converted(update: Any) -> BatchUpdate:
+    """Convert vLLM's `BatchUpdate` to ours: they differ in the class of the directions only."""
+    moved = [(source, target, MoveDirectionality[direction.name]) for source, target, direction in update.moved]
+    return BatchUpdate(update.batch_size, update.removed, update.added, moved)

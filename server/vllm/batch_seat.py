@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from logitship.sampler.batch_processors.interface import BatchUpdate, MoveDirectionality
 from logitship.sampler.batch_processors.logits_processors import BatchRows
 from logitship.server.runtime.ranks import GroupRanks
 from logitship.server.runtime.seat import EngineWorker
 from logitship.server.runtime.tracked_request import INTERNAL_ERROR, TrackedRequest
 
-from .batch_requests import BatchRequests
+from .batch_requests import BatchRequests, converted
 from .extra_args import has_processors
 from .row_deferral import RowDeferral
 from .settings import logger
@@ -96,7 +95,7 @@ class BatchSeat(VllmSeat):
         # Also if that failed: faults of earlier rows would end the requests that have these rows now.
         with self._runtime.or_fail(each.tracked for each in self._requests.values()):
             if update is not None:
-                self._rows.update(_converted(update))
+                self._rows.update(converted(update))
             present = set(self._rows.values())
             absent = [each for each in self._requests.values() if each not in present]
             self._drop([each for each in absent if not self._runner_requests.is_unfinished(each.record)])
@@ -190,9 +189,3 @@ class BatchSeat(VllmSeat):
             del self._requests[request.tracked.rid]
             self._deferred.discard(request.tracked.rid)
         self._runtime.release([request.tracked for request in requests])
-
-
-def _converted(update: Any) -> BatchUpdate:
-    """Convert vLLM's `BatchUpdate` to ours: they differ in the class of the directions only."""
-    moved = [(source, target, MoveDirectionality[direction.name]) for source, target, direction in update.moved]
-    return BatchUpdate(update.batch_size, update.removed, update.added, moved)

@@ -2,7 +2,8 @@
 
 A worker does not know of a request's last output before its next step. So it attaches an ending to each output that may
 be the last one. It is attached as JSON, the bytes of a tensor in a field that the engine core passes on as it is: the
-log-probabilities of prompt tokens that V2 computes on request, which are floats.
+log-probabilities of prompt tokens that V2 computes on request, which are floats. So are the sampling records of tokens,
+if a request asks for them.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ import torch
 
 from logitship.client.http.responses import parse_receipts
 from logitship.client.records import Receipt
+from logitship.sampler.row_errors import SamplingEditsTooLongError
 from logitship.server.runtime.response_receipts import RECEIPTS
 from logitship.server.schemas.response_schemas import receipt_objects
 
-_FAULT = "fault"
+from .output_records import add_record, give_records
+from .sampling_recorder import RecordedRow
+
+_FAULT, _RECORD, _NO_RECORD = "fault", "sampling_record", "no_record"
 _CARRIER = "prompt_token_id_logprobs"
 
 
@@ -40,17 +45,13 @@ class Ending:
     receipts: Sequence[Sequence[Receipt]]
     ends_at: frozenset[int] | None
 
-    def to_tensor(self, tokens: Sequence[int], fault_token: int) -> torch.Tensor | None:
-        """Return what is attached to the output with these tokens; None: they do not end the request."""
+    def to_json(self, tokens: Sequence[int], fault_token: int) -> dict[str, Any]:
+        """Return what is attached to the output with these tokens; empty: they do not end the request."""
         if self.fault is not None and tokens[-1:] == [fault_token]:
-            return _to_tensor({_FAULT: self.fault})
+            return {_FAULT: self.fault}
         if not self.receipts or not tokens or (self.ends_at is not None and self.ends_at.isdisjoint(tokens)):
-            return None
-        return _to_tensor({RECEIPTS: [receipt_objects(each) for each in self.receipts[: len(tokens)]]})
-
-
-def _to_tensor(attached: Mapping[str, Any]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(attached).encode()), dtype=torch.uint8)
+            return {}
+        return {RECEIPTS: [receipt_objects(each) for each in self.receipts[: len(tokens)]]}
 
 
 def missing_carrier() -> list[str]:
@@ -61,43 +62,64 @@ def missing_carrier() -> list[str]:
     return [] if name in ModelRunnerOutput.__dataclass_fields__ else [f"ModelRunnerOutput.{name}"]
 
 
-def send_endings(runner: Any, take_endings: Callable[[], Mapping[str, Ending]], fault_token: int) -> None:
+def send_endings(
+    runner: Any,
+    take_endings: Callable[[], Mapping[str, Ending]],
+    fault_token: int,
+    take_sampled: Callable[[], Mapping[str, RecordedRow]] = dict,
+) -> None:
     """Attach the ends of requests to what a model runner samples.
 
     Args:
         runner: vLLM's `GPUModelRunner`.
         take_endings: returns those of the step by request id.
         fault_token: the last token of requests that end with a fault.
+        take_sampled: returns the rows of requests that ask for sampling records, by request id.
     """
     sample_tokens = runner.sample_tokens
 
     @wraps(sample_tokens)
     def with_endings(*args: Any, **kwargs: Any) -> Any:
         output = sample_tokens(*args, **kwargs)
-        endings = take_endings()
-        if not endings:
+        endings, sampled = take_endings(), take_sampled()
+        if not endings and not sampled:
             return output
         get_output = getattr(output, "get_output", None)
         if get_output is None:
-            return _attach(output, endings, fault_token)
+            return _attach(output, endings, sampled, fault_token)
         # The tokens are not on the host yet.
-        output.get_output = lambda: _attach(get_output(), endings, fault_token)
+        output.get_output = lambda: _attach(get_output(), endings, sampled, fault_token)
         return output
 
     runner.sample_tokens = with_endings
 
 
-def _attach(output: Any, endings: Mapping[str, Ending], fault_token: int) -> Any:
+def _attach(output: Any, endings: Mapping[str, Ending], sampled: Mapping[str, RecordedRow], fault_token: int) -> Any:
     """Attach endings to the rows whose tokens may be their last, in place of nothing that the client asked for."""
     rows, existing = output.req_id_to_index, output.prompt_token_id_logprobs_dict
     attached = {}
-    for rid, ending in endings.items():
-        tensor = ending.to_tensor(output.sampled_token_ids[rows[rid]], fault_token) if rid in rows else None
-        if tensor is not None and (rid not in existing or ending.fault is not None):
-            attached[rid] = tensor
+    for rid in endings.keys() | sampled.keys():
+        tokens = output.sampled_token_ids[rows[rid]] if rid in rows else []
+        found = endings[rid].to_json(tokens, fault_token) if rid in endings else {}
+        if rid in sampled and tokens and _FAULT not in found:
+            found |= _recorded(sampled[rid], tokens[0])
+        if found and (rid not in existing or _FAULT in found):
+            attached[rid] = to_tensor(found)
     if attached:
         output.prompt_token_id_logprobs_dict = {**existing, **attached}
     return output
+
+
+def to_tensor(attached: Mapping[str, Any]) -> torch.Tensor:
+    """Return what is attached to an output in the form in which the engine core passes it on."""
+    return torch.frombuffer(bytearray(json.dumps(attached).encode()), dtype=torch.uint8)
+
+
+def _recorded(row: RecordedRow, token: int) -> dict[str, Any]:
+    try:
+        return {_RECORD: row.record(token).to_json()}
+    except SamplingEditsTooLongError as error:
+        return {_NO_RECORD: str(error)}
 
 
 def process_outputs(
@@ -105,47 +127,41 @@ def process_outputs(
 ) -> Any:
     """End requests whose processors failed with the text of the fault, and add receipts to those that finish.
 
-    A hook around the method of vLLM's `OutputProcessor`.
+    Completions also get the sampling records of their tokens. A hook around the method of vLLM's `OutputProcessor`.
     """
-    receipts = []
+    found = []
     for output in outputs:
-        ending = _detach(output)
-        if ending is None:
-            continue
-        if RECEIPTS in ending:
-            receipts.append((processor.request_states.get(output.request_id), output, ending[RECEIPTS]))
-        elif output.finish_reason is not None:
+        attached = _detach(output)
+        if _FAULT in attached and output.finish_reason is not None:
             output.finish_reason = type(output.finish_reason).ERROR
-            output.stop_reason, output.new_token_ids, output.new_logprobs = ending[_FAULT], [], None
-    result = process(processor, outputs, *args, **kwargs)
-    for state, output, by_length in receipts:
+            output.stop_reason, output.new_token_ids, output.new_logprobs = attached[_FAULT], [], None
+        if attached.keys().isdisjoint({RECEIPTS, _RECORD, _NO_RECORD}):
+            continue
+        state = processor.request_states.get(output.request_id)
         if state is not None:
-            # vLLM may have dropped tokens: those behind a stop string.
-            _add_receipts(state, result.request_outputs, by_length[: len(output.new_token_ids) or 1][-1])
+            if not attached.keys().isdisjoint({_RECORD, _NO_RECORD}):
+                add_record(state, attached.get(_RECORD), attached.get(_NO_RECORD))
+            found.append((state, output, attached))
+    result = process(processor, outputs, *args, **kwargs)
+    for state, output, attached in found:
+        # vLLM may have dropped tokens: those behind a stop string.
+        receipts = attached.get(RECEIPTS, [()])[: len(output.new_token_ids) or 1][-1]
+        for completion in _completions(state, result.request_outputs):
+            if completion is not None and completion.index == state.request_index:
+                give_records(state, completion)
+                if completion.finish_reason and receipts:
+                    setattr(completion, RECEIPTS, parse_receipts(receipts))
     return result
 
 
-def _detach(output: Any) -> Mapping[str, Any] | None:
+def _detach(output: Any) -> Mapping[str, Any]:
     """Return what is attached to vLLM's `EngineCoreOutput`, and detach it."""
     attached = getattr(output, _CARRIER)
     if attached is None or attached.dtype != torch.uint8:
-        return None
+        return {}
     setattr(output, _CARRIER, None)
-    ending: Mapping[str, Any] = json.loads(attached.numpy().tobytes())
-    return ending
-
-
-def _add_receipts(state: Any, returned: Sequence[Any], receipts: Sequence[Mapping[str, Any]]) -> None:
-    """Add the attribute `receipts` to the `CompletionOutput` of a request, if that has finished.
-
-    Args:
-        state: vLLM's `RequestState`.
-        returned: vLLM's `RequestOutput`s, where no queue takes them.
-        receipts: the receipts.
-    """
-    for completion in _completions(state, returned):
-        if completion is not None and completion.index == state.request_index and completion.finish_reason:
-            setattr(completion, RECEIPTS, parse_receipts(receipts))
+    found: Mapping[str, Any] = json.loads(attached.numpy().tobytes())
+    return found
 
 
 def _completions(state: Any, returned: Sequence[Any]) -> Iterator[Any]:

@@ -15,6 +15,8 @@ from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.request_fields import (
+    EDITS,
+    MASK,
     PARAMS,
     PROCESSOR,
     PROCESSORS,
@@ -35,6 +37,16 @@ def has_processors(params: Any) -> bool:
     """
     extra_args = params.extra_args
     return bool(extra_args) and (extra_args.get(PROCESSOR) is not None or extra_args.get(PROCESSORS) is not None)
+
+
+def asks_for_masks(params: Any) -> bool:
+    """Return True if a request asks for its sampling masks."""
+    return bool((getattr(params, "extra_args", None) or {}).get(MASK))
+
+
+def asks_for_edits(params: Any) -> bool:
+    """Return True if it asks for the edits of its logits as well."""
+    return bool((params.extra_args or {}).get(EDITS))
 
 
 def asks_for_plugin_info(params: Any) -> bool:

@@ -7,6 +7,7 @@ from contextlib import aclosing
 from functools import partial
 from typing import Any
 
+from logitship.client.sampling_record import SamplingRecord
 from logitship.server.runtime.fault_message import FAULT_TYPE
 from logitship.server.runtime.hook_target import HookTarget, check_targets
 from logitship.server.runtime.response_receipts import HTTP_RESPONSES, RECEIPTS, response_receipts
@@ -14,6 +15,8 @@ from logitship.server.runtime.shared_directory import make_shared_directory
 from logitship.server.schemas.response_schemas import receipt_objects
 
 from .endings import process_outputs, readable
+from .extra_args import asks_for_masks
+from .output_records import RecordParts
 from .params_validation import check, checked, concerns, front_end_processors, prepare
 from .request_body import read_json
 from .request_tenant import current_tenant, set_tenant, tenant_of_key
@@ -77,18 +80,23 @@ async def generate(
 ) -> AsyncIterator[Any]:
     """Raise faults, which all routes report as errors: with status 400, or as an event of a stream.
 
-    Receipts are passed on to the HTTP response.
+    Receipts and sampling records are passed on to the HTTP response.
     """
-    receipts = response_receipts()
+    receipts, records = response_receipts(), None
+    if asks_for_masks(sampling_params):
+        records = RecordParts(are_deltas=sampling_params.output_kind.name == "DELTA")
     first_choice = 0 if receipts is None else receipts.reserve(sampling_params.n)
     async with aclosing(generate(llm, prompt, sampling_params, *args, **kwargs)) as outputs:
         async for output in outputs:
             fault = next((each for each in output.outputs if _is_fault(each)), None)
             if fault is None:
-                if receipts is not None:
-                    for each in output.outputs:
+                for each in output.outputs:
+                    record = None if records is None else _record_of(each, records)
+                    if receipts is not None:
                         if finished := getattr(each, RECEIPTS, ()):
                             receipts.add(first_choice + each.index, receipt_objects(finished))
+                        if record is not None:
+                            receipts.add_record(first_choice + each.index, record)
                 yield output
                 continue
             text = readable(fault.stop_reason)
@@ -117,6 +125,13 @@ def add_metrics(get_registry: Function) -> Any:
 
         register(registry, directory)
     return registry
+
+
+def _record_of(completion: Any, records: RecordParts) -> SamplingRecord | None:
+    try:
+        return records.next(completion)
+    except ValueError as error:
+        raise _validation_error()(str(error)) from None
 
 
 def _is_fault(completion: Any) -> bool:

@@ -19,10 +19,18 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.runtime.plugin_setup import for_admission
+from logitship.server.runtime.request_fields import MASK, MASK_FIELDS, check_mask_fields
 
 from .callers import find_caller
 from .configuration import fault_token, model_view
-from .extra_args import asks_for_plugin_info, has_processors, read_processors, sampling_params, with_processors
+from .extra_args import (
+    asks_for_masks,
+    asks_for_plugin_info,
+    has_processors,
+    read_processors,
+    sampling_params,
+    with_processors,
+)
 from .request_tenant import current_tenant, write_tenant
 from .settings import VllmSettings, logger
 from .worker_loads import WorkerLoads
@@ -44,13 +52,18 @@ class _FrontEnd:
     worker_loads: WorkerLoads = field(default_factory=WorkerLoads)
 
     def read(self, params: Any) -> tuple[ProcessorRequest, ...]:
-        """Parse the processors of a request. Its parameters get the strings of registered ones.
+        """Check a request, and parse its processors, if it has any. Its parameters get the strings of registered ones.
 
         Raises:
             ValueError: as `admit`.
         """
         if asks_for_plugin_info(params):
             raise ValueError(PluginInfo(self.fault_token).to_message())
+        check_mask_fields(params.extra_args, "vLLM", returns_lists=False)
+        if asks_for_masks(params) and self.vllm_config.speculative_config is not None:
+            raise ValueError(f"{MASK}: inside vLLM, it is not supported with speculative decoding")
+        if not has_processors(params):
+            return ()
         requested = read_processors(params.extra_args, self.settings.max_processor_size)
         sampling_params(params, (), self.model.eos_token_ids)  # it raises for values that only vLLM accepts
         resolved = self.processors.resolve(requested, current_tenant())
@@ -95,8 +108,9 @@ def admit(params: Any) -> None:
             "environment with pip, and add it to VLLM_PLUGINS if that is set"
         )
     front_end = _front_end(caller.vllm_config)
-    front_end.processors.release(front_end.processors.load(front_end.read(params), "admission", current_tenant()))
-    front_end.accept(params)
+    if requested := front_end.read(params):
+        front_end.processors.release(front_end.processors.load(requested, "admission", current_tenant()))
+        front_end.accept(params)
 
 
 async def check(llm: Any, params: Any) -> None:
@@ -107,6 +121,8 @@ async def check(llm: Any, params: Any) -> None:
     """
     front_end = await asyncio.to_thread(_front_end, llm.vllm_config)
     requested = await asyncio.to_thread(front_end.read, params)
+    if not requested:
+        return
     tenant = current_tenant()
     await front_end.processors.check(requested, tenant)
     front_end.accept(params)
@@ -127,8 +143,12 @@ def checked(params: Any) -> Iterator[None]:
 
 
 def concerns(params: Any) -> bool:
-    """Return True if a request has processors, or asks for the plugin's description."""
-    return bool(getattr(params, "extra_args", None)) and (has_processors(params) or asks_for_plugin_info(params))
+    """Return True if a request has processors, asks for sampling masks, or for the plugin's description."""
+    if not getattr(params, "extra_args", None):
+        return False
+    return (
+        has_processors(params) or asks_for_plugin_info(params) or not params.extra_args.keys().isdisjoint(MASK_FIELDS)
+    )
 
 
 def prepare(vllm_config: Any) -> None:

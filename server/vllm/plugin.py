@@ -16,6 +16,7 @@ from .configuration import begins_early, model_view
 from .endings import missing_carrier, send_endings
 from .params_validation import admit
 from .row_deferral import RowDeferral, find_engine_core
+from .sampling_recorder import BatchRecorder, missing_methods
 from .settings import VllmSettings, logger
 from .tensor_parallel import TensorParallelRanks
 from .worker_loads import answer_front_ends
@@ -51,7 +52,8 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
         max_length = vllm_config.model_config.max_model_len
         self._seat = BatchSeat(worker, BatchRequests(runner), deferral, max_length)
         answer_front_ends(self._seat.must_wait)
-        send_endings(runner, self._seat.take_endings, self._seat.fault_token)
+        self._recorder = BatchRecorder(runner)
+        send_endings(runner, self._seat.take_endings, self._seat.fault_token, self._recorder.take)
         self._begins_early = begins_early(vllm_config)
 
     def is_argmax_invariant(self) -> bool:
@@ -61,12 +63,15 @@ class LogitshipLogitsProcessor(LogitsProcessor):  # type: ignore[misc]  # vLLM i
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         """Apply the changes of the batch, and begin calls that need nothing else. vLLM computes the logits next."""
         self._seat.update_state(batch_update)
+        self._recorder.update_state(batch_update)
         if self._begins_early:
             self._seat.begin()
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Edit `logits`, float32 [rows, vocab], in place."""
+        self._recorder.record_stage(logits)
         self._seat.apply(logits)
+        self._recorder.record_stage(logits)
         return logits
 
 
@@ -91,6 +96,7 @@ def _model_runner(vllm_config: Any) -> Any:
     unknown = ["GPUModelRunner"]
     if runner is not None:
         unknown = missing_attributes(type(runner), InputBatch, CachedRequestState) + missing_carrier()
+        unknown += missing_methods(runner)
     if unknown:
         raise ValueError(
             f"logitship does not know the model runner of this vLLM: it knows that of 0.32, with {', '.join(unknown)}"

@@ -21,6 +21,7 @@ from .configuration import begins_early, model_view
 from .endings import missing_carrier, send_endings
 from .extra_args import has_processors
 from .params_validation import admit
+from .sampling_recorder import SlotRecorder
 from .settings import VllmSettings, logger
 from .slot_seat import SlotSeat
 from .tensor_parallel import TensorParallelRanks
@@ -63,15 +64,18 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
         max_length = vllm_config.model_config.max_model_len
         self._seat = SlotSeat(worker, req_states, has_drafts=has_drafts, max_length=max_length)
         answer_front_ends(self._seat.must_wait)
-        send_endings(self._runner, self._seat.take_endings, self._seat.fault_token)
+        self._recorder = SlotRecorder(self._runner)
+        send_endings(self._runner, self._seat.take_endings, self._seat.fault_token, self._recorder.take)
         # Which draft tokens were accepted is known on the device alone.
         self._begins_early = begins_early(vllm_config) and not has_drafts
 
     def add_request(self, req_idx: int, sampling_params: Any) -> bool:
-        """Add a request that was given a slot. Return False if it has no processors."""
+        """Add a request that was given a slot. Return False if vLLM need not call `apply` for it."""
+        is_recorded = self._recorder.add_request(req_idx, sampling_params)
         req_id = self._runner.req_states.index_to_req_id[req_idx]
         holds_embeddings = has_processors(sampling_params) and _holds_embeddings(req_id)
-        return self._seat.add_request(req_idx, req_id, sampling_params, holds_embeddings=holds_embeddings)
+        has_seat = self._seat.add_request(req_idx, req_id, sampling_params, holds_embeddings=holds_embeddings)
+        return has_seat or is_recorded
 
     def apply_staged_writes(self) -> None:
         """Drop finished requests, and begin calls. vLLM calls this once a step, after it has added the new requests."""
@@ -93,7 +97,9 @@ class LogitshipLogitsProcessorV2(LogitsProcessor):  # type: ignore[misc]  # vLLM
 
     def apply(self, logits: torch.Tensor, ctx: LogitsContext) -> torch.Tensor:
         """Edit `logits`, float32 [rows, vocab], in place."""
+        self._recorder.record_stage(logits)
         self._seat.apply(logits, ctx)
+        self._recorder.record_stage(logits)
         return logits
 
 

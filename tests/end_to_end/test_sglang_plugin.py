@@ -25,19 +25,23 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import logitship
 from logitship import (
+    LLM,
     BadRequestError,
     Client,
     CustomLogitProcessor,
     GenerationError,
     InstalledProcessor,
     NotFoundError,
+    SamplingParams,
     TransportError,
 )
 from logitship.client.serialization.processor_string import PYTHON, parse
@@ -47,6 +51,7 @@ from logitship.server.tokenizer import Tokenizer
 from tests.helpers.metrics import growth, read_metrics, settled_metrics
 
 from .history_processors import FIRST, CountsCalls, ForcesFromTable, HashesHistory, OnlyEven, history_token
+from .random_requests import random_request, sampling_record
 from .sglang_escapes import ESCAPES, PREVENTED, escaping
 from .sglang_faults import FAULTS, faulty
 from .sglang_server import SglangServer, add_distribution, sglang_serve
@@ -57,6 +62,7 @@ STRINGS: dict[str, str] = json.loads((Path(__file__).parents[1] / "data" / "sgla
     "strings"
 ][PYTHON]
 PROMPT = "The quick brown fox"
+PROMPT_IDS = [84, 71, 88, 99, 101, 120]
 LONG_PROMPT = "one two three four five six seven eight nine ten " * 4
 """More tokens than are prefilled at once."""
 TOKENS = 12
@@ -150,6 +156,12 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer)
     LlamaForCausalLM(config).save_pretrained(folder)
     tokenizer.hf_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def bare_model(model_folder: Path) -> LlamaForCausalLM:
+    """The same model without an engine."""
+    return LlamaForCausalLM.from_pretrained(model_folder, dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -713,6 +725,55 @@ def test_sampling_masks(server: SglangServer) -> None:
         assert all(len(mask) <= 4 for mask in masks)
         assert all(sum(map(math.exp, each)) == pytest.approx(1, abs=1e-4) for each in logprobs)
         assert processor is not shipped or all(token % 2 == 0 for mask in masks for token in mask)
+
+
+@with_overlap
+def test_masks_are_those_of_the_own_engine(server: SglangServer, model_folder: Path) -> None:
+    """First tokens alone: their masks do not depend on what is sampled."""
+    prompts = [[84 + number, 71, 88] for number in range(10)]
+    cases = [{"top_k": 20}, {"top_p": 0.002}, {"top_k": 5, "temperature": 1.5}]
+    llm = LLM(model=str(model_folder), dtype="float32")
+    for fields, banned in [(case, None) for case in cases] + [(cases[0], [*range(70, 80)])]:
+        body: dict[str, Any] = {
+            "input_ids": prompts,
+            "return_sampling_mask": True,
+            "sampling_params": {"max_new_tokens": 1, **fields},
+        }
+        processors = ()
+        if banned is not None:
+            body["custom_logit_processor"] = STRINGS["DisallowedTokensLogitsProcessor"]
+            body["sampling_params"]["custom_params"] = {"token_ids": banned}
+            processors = ({"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": banned}},)
+        answers = httpx.post(f"{server.url}/generate", json=body, timeout=60).raise_for_status().json()
+        params = SamplingParams(
+            max_tokens=1,
+            return_sampling_mask=True,
+            logits_processors=processors,
+            **fields,
+        )
+        own = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        for answer, output in zip(answers, own, strict=True):
+            (mask,) = answer["meta_info"]["output_token_sampling_mask"]
+            assert mask == output.outputs[0].sampling_record.kept.tolist()
+
+
+@pytest.mark.mode("SGLang", "packed sampling masks and edits", "the real engine")
+@with_overlap
+def test_trainer_gets_the_log_probabilities_of_random_requests(client: Client, bare_model: LlamaForCausalLM) -> None:
+    """From the model's own logits, and as many requests as fit at a time, whole and as streams."""
+    rng = random.Random(0)
+    requests = [random_request(rng, range(70, 120), least=1) for _ in range(60)]
+
+    sample = partial(sampling_record, client, PROMPT_IDS, max_new_tokens=6, ignore_eos=True)
+    with ThreadPoolExecutor(12) as pool:
+        records = list(pool.map(sample, requests))
+    for options, record in zip(requests, records, strict=True):
+        tokens = record.token_ids.tolist()
+        assert len(tokens) == 6
+        with torch.inference_mode():
+            logits = bare_model(torch.tensor([PROMPT_IDS + tokens])).logits[0, len(PROMPT_IDS) - 1 : -1]
+        found = logitship.replay.replay(logits, record)
+        np.testing.assert_allclose(found.numpy(), record.logprobs, atol=2e-5, err_msg=str(options))
 
 
 @with_overlap

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -26,10 +27,13 @@ from types import MappingProxyType
 from typing import Any
 
 import httpx
+import numpy as np
 import openai
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import logitship
 from logitship import (
     BadRequestError,
     Client,
@@ -45,6 +49,7 @@ from logitship.server.model.default_model import default_model_folder
 from tests.helpers.metrics import growth, read_metrics, settled_metrics
 
 from .history_processors import FIRST, CountsCalls, ForcesFromTable, HashesHistory, history_token
+from .random_requests import random_request, sampling_record
 from .sglang_server import add_distribution
 
 pytestmark = pytest.mark.timeout(1500)  # vLLM is installed on first use
@@ -60,6 +65,8 @@ LONG_IDS = [*range(500, 650)]
 In the greedy answers that are compared here, the log-probabilities of the two most likely tokens differ by at least
 0.01. Rounding changes them by about 1e-4, so other requests in the batch do not affect the answers.
 """
+BIASED = [260, 284, 314, 351, 365, 253, 28, 30, 198, 216, 411, 1097]
+"""Likely tokens."""
 KEYS = ["first-key", "second-key"]
 """API keys, each of which is a tenant."""
 TOKENS = 12
@@ -240,6 +247,20 @@ def client(served: tuple[str, Server]) -> Iterator[Client]:
 
 
 COUNTS_CALLS = CountsCalls.to_str()
+
+
+@pytest.fixture(scope="module")
+def bare_model() -> Callable[[list[int]], torch.Tensor]:
+    """Return the default model's own logits of the tokens of an answer, float64 [n, vocab]."""
+    model = AutoModelForCausalLM.from_pretrained(default_model_folder(), dtype=torch.float32).double().eval()
+    prompt = AutoTokenizer.from_pretrained(default_model_folder()).encode(PROMPT)
+
+    def logits(output: list[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            found: torch.Tensor = model(torch.tensor([prompt + output])).logits[0, len(prompt) - 1 : -1]
+        return found
+
+    return logits
 
 
 def generate(client: Client, prompt: str | list[int] = PROMPT, tokens: int = TOKENS, **options: Any) -> list[int]:
@@ -563,6 +584,19 @@ def test_load_errors(client: Client) -> None:
         generate(client, processor=InstalledProcessor("nothing"))
     with pytest.raises(BadRequestError, match="token_ids: missing"):
         generate(client, processor=InstalledProcessor("disallowed_tokens"), params={})
+
+
+@pytest.mark.mode("vLLM", "V1, sampling masks and edits", "the real engine, 0.32.0")
+def test_trainer_gets_the_log_probabilities_of_random_requests(client: Client, bare_model: Any) -> None:
+    """From its own logits, and as many requests as fit at a time."""
+    rng = random.Random(0)
+    requests = [random_request(rng, BIASED, regex=["[a-z ]{4,20}"]) for _ in range(100)]
+
+    with ThreadPoolExecutor(12) as pool:
+        records = list(pool.map(partial(sampling_record, client, PROMPT, max_new_tokens=6), requests))
+    for options, record in zip(requests, records, strict=True):
+        found = logitship.replay.replay(bare_model(record.token_ids.tolist()), record)
+        np.testing.assert_allclose(found.numpy(), record.logprobs, atol=1e-4, err_msg=str(options))
 
 
 @pytest.mark.mode("vLLM", "V1, metrics", "the real engine, 0.32.0")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from contextvars import copy_context
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from fastapi import FastAPI, Response
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.testclient import TestClient
 
+from logitship.client.sampling_record import SamplingRecord
 from logitship.server.runtime.response_receipts import HTTP_RESPONSES, expect_receipts, response_receipts
 from logitship.server.schemas.response_schemas import ReceiptObject
 
@@ -150,3 +153,30 @@ def test_prompts_have_their_own_choices() -> None:
         return [receipts.reserve(each) for each in (2, 2, 1)]
 
     assert asyncio.run(run()) == [0, 2, 4]
+
+
+def test_records_come_with_the_next_event_of_their_choice() -> None:
+    copy_context().run(_write_records)
+
+
+def _write_records() -> None:
+    def record(start: int, *tokens: int) -> SamplingRecord:
+        masks = [[token] for token in tokens]
+        return replace(SamplingRecord.from_lists(50, tokens, masks, [0.0] * len(tokens)), start=start)
+
+    expect_receipts()
+    receipts = response_receipts()
+    assert receipts is not None
+    receipts.add_record(1, record(0, 5))
+    receipts.add_record(1, record(1, 6))
+    assert receipts.write_event("data: [DONE]") == "data: [DONE]"
+    assert receipts.write_event(f"data: {json.dumps({'choices': [choice(0, None)]})}").count("sampling_record") == 0
+    event = receipts.write_event(f"data: {json.dumps({'choices': [choice(1, None)]})}")
+    assert isinstance(event, str)
+    (written,) = json.loads(event.removeprefix("data: "))["choices"]
+    assert SamplingRecord.from_json(written["sampling_record"]).token_ids.tolist() == [5, 6]
+    assert not receipts
+    receipts.add_record(1, record(2, 7))
+    body = {"choices": [choice(0), choice(1)]}
+    assert receipts.write(body)
+    assert [each.get("sampling_record", {}).get("start") for each in body["choices"]] == [None, 2]

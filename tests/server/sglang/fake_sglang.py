@@ -133,7 +133,7 @@ class Sglang(BatchedEngine):
             next_token_top_logprobs_idx=list(indices),
             next_token_token_ids_logprobs_val=None,
         )
-        self.seat.sampled(tokens, output)
+        self.seat.sampled(tokens, output, {})
         columns = (output.next_token_logprobs, output.next_token_top_logprobs_val, output.next_token_top_logprobs_idx)
         for req, *reported in zip(rows, *columns, strict=True):
             own, highest, top = [each.tolist() for each in reported]

@@ -86,7 +86,9 @@ def test_registered_processors_are_used_by_name_and_digest(
 
     app = FastAPI()
     monkeypatch.setitem(sys.modules, hooks.HTTP_SERVER, SimpleNamespace(app=app))
-    arguments = SimpleNamespace(enable_custom_logit_processor=True, enable_metrics=False, api_key="k1")
+    arguments = SimpleNamespace(
+        enable_custom_logit_processor=True, enable_metrics=False, api_key="k1", speculative_algorithm=None
+    )
     monkeypatch.setattr(hooks, "resolved_arguments", lambda _: arguments)
     monkeypatch.setattr(hooks, "skips_processors", lambda _: False)
     for name in ("check_configuration", "apply_hooks", "served_model"):

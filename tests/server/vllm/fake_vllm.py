@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -155,11 +154,9 @@ class Vllm(BatchedEngine):
     def _append(self, tokens: Mapping[FakeRequest, list[int]]) -> dict[FakeRequest, int]:
         endings = self.seat.take_endings()
         for request, new in tokens.items():
-            attached = endings[request.rid].to_tensor(new, FAULT_TOKEN) if request.rid in endings else None
-            if attached is not None:
-                by_length = json.loads(attached.numpy().tobytes()).get("receipts", ())
-                for length, (receipt,) in enumerate(by_length, len(request.sampled) + 1):
-                    self.sent_steps[request.rid, length] = receipt["steps"]
+            attached = endings[request.rid].to_json(new, FAULT_TOKEN) if request.rid in endings else {}
+            for length, (receipt,) in enumerate(attached.get("receipts", ()), len(request.sampled) + 1):
+                self.sent_steps[request.rid, length] = receipt["steps"]
         return super()._append(tokens)
 
 

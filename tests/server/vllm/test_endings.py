@@ -14,8 +14,11 @@ import pytest
 import torch
 
 from logitship.client.records import Receipt
-from logitship.server.vllm import front_end_hooks
-from logitship.server.vllm.endings import Ending, process_outputs, readable, send_endings
+from logitship.client.sampling_record import SamplingRecord
+from logitship.sampler.row_errors import SamplingEditsTooLongError
+from logitship.server.vllm import front_end_hooks, output_records
+from logitship.server.vllm.endings import Ending, process_outputs, readable, send_endings, to_tensor
+from logitship.server.vllm.output_records import RecordParts
 
 FAULT_TOKEN = 63
 TEXT = "ProcessorFault: processor 'Größe' raised\nTraceback"
@@ -99,7 +102,7 @@ def core_output(attached: torch.Tensor | None, finish_reason: FinishReason | Non
 
 
 def test_requests_end_with_their_faults() -> None:
-    text = Ending(TEXT, [], frozenset()).to_tensor([FAULT_TOKEN], FAULT_TOKEN)
+    text = to_tensor(Ending(TEXT, [], frozenset()).to_json([FAULT_TOKEN], FAULT_TOKEN))
     outputs = [
         core_output(text, FinishReason.STOP),
         core_output(text, None),
@@ -150,7 +153,7 @@ class OutputProcessor:
 @pytest.mark.parametrize("stops", [True, False])
 def test_answers_have_the_receipts_of_their_last_token(stops: bool, place: dict[str, bool]) -> None:
     processor = OutputProcessor(stops=stops, **place)
-    attached = Ending(None, receipts(4, 5, 6), None).to_tensor([2, 3, 4], FAULT_TOKEN)
+    attached = to_tensor(Ending(None, receipts(4, 5, 6), None).to_json([2, 3, 4], FAULT_TOKEN))
     output = core_output(attached, None, "1_prompt")
     output.new_token_ids = [2, 3, 4]
     gone = core_output(attached, None, "aborted")
@@ -205,3 +208,119 @@ def test_streams_of_responses_end_with_an_event(monkeypatch: pytest.MonkeyPatch)
 
 def test_source_lines_are_not_removed() -> None:
     assert readable('  File "<Fails>", line 3, in __call__') == '  File "<Fails>" line 3, in __call__'
+
+
+def record_of(token: int) -> SamplingRecord:
+    return SamplingRecord.from_lists(50, [token], [[token, 1]], [-0.5])
+
+
+class SampledToken:
+    """Fake of `RecordedRow`."""
+
+    def record(self, token: int) -> SamplingRecord:
+        if token == TOO_LONG:
+            raise SamplingEditsTooLongError("Mine", 5000, 4096)
+        return record_of(token)
+
+
+TOO_LONG = 9
+
+
+def core_outputs(tokens: list[int], *, is_async: bool) -> list[Any]:
+    """Return an engine core's outputs of the tokens of one request, which asks for its records."""
+    outputs = []
+    for token in tokens:
+        output = SimpleNamespace(
+            req_id_to_index={"0": 0}, sampled_token_ids=[[token]], prompt_token_id_logprobs_dict={}
+        )
+        returned = SimpleNamespace(get_output=lambda output=output: output) if is_async else output
+        runner = SimpleNamespace(sample_tokens=lambda returned=returned: returned)
+        send_endings(runner, dict, FAULT_TOKEN, lambda: {"0": SampledToken()})  # type: ignore[dict-item]
+        result = runner.sample_tokens()
+        result = result.get_output() if is_async else result
+        attached = core_output(result.prompt_token_id_logprobs_dict["0"], None)
+        attached.new_token_ids = [token]
+        outputs.append(attached)
+    return outputs
+
+
+class Collector:
+    """Fake of vLLM's front end for one request: outputs merge while nobody takes them.
+
+    Args:
+        are_deltas: outputs have only their new tokens.
+        is_offline: outputs are returned by `process`.
+    """
+
+    def __init__(self, *, are_deltas: bool, is_offline: bool = False) -> None:
+        self._are_deltas = are_deltas
+        queue = None if is_offline else SimpleNamespace(output=None)
+        self.state = SimpleNamespace(external_req_id="prompt", request_index=0, queue=queue, parent_req=None)
+        self.request_states = {"0": self.state}
+        self.request_outputs: list[Any] = []
+        self._tokens: list[int] = []
+
+    def process(self, outputs: list[Any]) -> Any:
+        for output in outputs:
+            self._tokens += output.new_token_ids
+            tokens = [*output.new_token_ids] if self._are_deltas else [*self._tokens]
+            completion = SimpleNamespace(
+                index=0, finish_reason=output.finish_reason, token_ids=tokens, stop_reason=None
+            )
+            merged = SimpleNamespace(request_id="prompt", outputs=[completion])
+            if self.state.queue is None:
+                self.request_outputs = [merged]
+            elif self._are_deltas and self.state.queue.output is not None:
+                self.state.queue.output.outputs[0].token_ids += tokens
+            else:
+                self.state.queue.output = merged
+        return self
+
+    def take(self) -> Any:
+        output, self.state.queue.output = self.state.queue.output, None
+        (completion,) = output.outputs
+        return completion
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("are_deltas", [True, False])
+def test_outputs_have_the_records_of_their_tokens(are_deltas: bool, is_async: bool) -> None:
+    collector, parts = Collector(are_deltas=are_deltas), RecordParts(are_deltas=are_deltas)
+    outputs = core_outputs([5, 6, 7, 8], is_async=is_async)
+    found = []
+    for some in (outputs[:1], outputs[1:3], outputs[3:]):
+        for output in some:
+            process_outputs(Collector.process, collector, [output])
+        record = parts.next(collector.take())
+        assert record is not None
+        found.append((record.start, record.token_ids.tolist()))
+    assert found == ([(0, [5]), (1, [6, 7]), (3, [8])] if are_deltas else [(0, [5]), (0, [5, 6, 7]), (0, [5, 6, 7, 8])])
+
+
+def test_finished_outputs_have_their_records_offline() -> None:
+    collector = Collector(are_deltas=False, is_offline=True)
+    outputs = core_outputs([5, 6], is_async=False)
+    outputs[1].finish_reason = FinishReason.STOP
+    for output in outputs:
+        process_outputs(Collector.process, collector, [output])
+    record = collector.request_outputs[0].outputs[0].sampling_record
+    assert (record.token_ids.tolist(), record.could_be_sampled().sum()) == ([5, 6], 4)
+
+
+def test_request_whose_edits_are_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    collector, parts = Collector(are_deltas=True), RecordParts(are_deltas=True)
+    for output in core_outputs([5, TOO_LONG, 6], is_async=False):
+        process_outputs(Collector.process, collector, [output])
+    with pytest.raises(ValueError, match="Mine changed the logits of 5000 tokens"):
+        parts.next(collector.take())
+
+
+def test_records_of_a_request_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output_records, "MAX_BYTES", 50)
+    collector, parts = Collector(are_deltas=True), RecordParts(are_deltas=True)
+    for number, output in enumerate(core_outputs([5, 6, 7, 8, 9], is_async=False)[:4]):
+        process_outputs(Collector.process, collector, [output])
+        if number < 2:
+            assert parts.next(collector.take()) is not None
+    with pytest.raises(ValueError, match="exceed 50 bytes"):
+        parts.next(collector.take())

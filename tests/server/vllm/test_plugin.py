@@ -96,6 +96,10 @@ class GPUModelRunner(WorkerBase):
         self.requests: dict[str, Any] = {}
         self.input_batch = InputBatch()
         self.discard_request_mask = None
+        self.sampler = SimpleNamespace(
+            apply_logits_processors=lambda logits, *_: logits,
+            topk_topp_sampler=SimpleNamespace(forward=lambda logits, *_: (logits.argmax(-1), None)),
+        )
 
     def sample_tokens(self, grammar_output: Any) -> None:
         """Sample nothing."""
@@ -148,11 +152,12 @@ def test_logits_are_unchanged_without_requests(plugin: ModuleType) -> None:
 def test_calls_begin_early_if_their_histories_are_known(
     plugin: ModuleType, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], begins_early: bool
 ) -> None:
-    events = []
+    events: list[Any] = []
+    update = SimpleNamespace(added=[])
     monkeypatch.setattr(plugin.BatchSeat, "update_state", lambda self, update: events.append(update))
     monkeypatch.setattr(plugin.BatchSeat, "begin", lambda self: events.append("begin"))
-    GPUModelRunner().make(plugin, **settings).update_state("update")
-    assert events == ["update", "begin"][: 1 + begins_early]
+    GPUModelRunner().make(plugin, **settings).update_state(update)
+    assert events == [update, "begin"][: 1 + begins_early]
 
 
 def test_unnamed_plugin_with_async_scheduling_is_refused_at_start(plugin: ModuleType) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from fastapi import HTTPException
 
-from logitship.server.vllm.request_body import move_processors, read_json
+from logitship.server.vllm.request_body import move_mask_fields, move_processors, read_json
 
 STRING = {"name": "disallowed_tokens"}
 TEXT = json.dumps(STRING, separators=(",", ":"))
@@ -69,3 +69,49 @@ def test_requests_whose_processors_would_be_dropped_are_refused(body: dict[str, 
     with pytest.raises(HTTPException, match=message) as refused:
         asyncio.run(read_json(parse, Request()))
     assert refused.value.status_code == 400
+
+
+PACKED = {"return_sampling_mask": True, "sampling_mask_format": "packed"}
+MOVED = {"return_sampling_mask": 1, "sampling_mask_format": "packed"}  # vLLM takes no booleans there
+
+
+@pytest.mark.parametrize(
+    ("body", "xargs"),
+    [
+        (PACKED, MOVED),
+        (PACKED | {"return_sampling_edits": True}, MOVED | {"return_sampling_edits": 1}),
+        (PACKED | {"return_sampling_edits": False}, MOVED),
+        ({"vllm_xargs": MOVED, "return_sampling_edits": True}, MOVED | {"return_sampling_edits": 1}),
+    ],
+)
+def test_mask_fields_are_moved(body: dict[str, Any], xargs: dict[str, Any]) -> None:
+    body = copy.deepcopy(body)
+    for _ in range(2):
+        assert move_mask_fields(body, "/v1/chat/completions")
+        assert body == {"vllm_xargs": xargs}
+
+
+@pytest.mark.parametrize("body", [{}, {"return_sampling_mask": False}, {"vllm_xargs": {"a": 1}}])
+def test_requests_without_masks(body: dict[str, Any]) -> None:
+    body = copy.deepcopy(body)
+    expected = body.get("vllm_xargs")
+    assert not move_mask_fields(body, "/v1/embeddings")
+    assert body.get("vllm_xargs") in (expected, {})
+
+
+@pytest.mark.parametrize(
+    ("body", "path", "message"),
+    [
+        (PACKED, "/v1/responses", "only /v1/completions and /v1/chat/completions return masks"),
+        (PACKED | {"use_beam_search": True}, "/v1/completions", "not supported with beam search"),
+        (PACKED | {"vllm_xargs": MOVED}, "/v1/completions", "give either this or vllm_xargs."),
+        ({"return_sampling_mask": True}, "/v1/completions", "sampling_mask_format: must be packed"),
+        ({"return_sampling_mask": "x"}, "/v1/completions", "return_sampling_mask: must be true or false"),
+        ({"return_sampling_edits": True}, "/v1/completions", "return_sampling_edits: requires return_sampling_mask"),
+        (PACKED | {"return_sampling_edits": 3}, "/v1/completions", "return_sampling_edits: must be true or false"),
+        (PACKED | {"sampling_mask_format": "zip"}, "/v1/completions", "must be lists or packed"),
+    ],
+)
+def test_masks_that_would_be_dropped_are_refused(body: dict[str, Any], path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        move_mask_fields(copy.deepcopy(body), path)
