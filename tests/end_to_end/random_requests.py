@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
-from logitship import Client
+from logitship import Client, GenerationError
 from logitship.client.sampling_record import SamplingRecord
 
 _PACKED = {"return_sampling_mask": True, "sampling_mask_format": "packed", "return_sampling_edits": True}
@@ -81,13 +83,34 @@ def random_request(
     return options
 
 
-def sampling_record(client: Client, prompt: str | list[int], options: dict[str, Any], **others: Any) -> SamplingRecord:
-    """Return the record of the answer to a request, with its edits: of a whole one, or of a stream, by temperature."""
+def sampling_record(
+    client: Client, prompt: str | list[int], options: dict[str, Any], **others: Any
+) -> SamplingRecord | None:
+    """Return the record of the answer to a request, with its edits: of a whole one, or of a stream, by temperature.
+
+    None: its processors and constraints together left no token.
+    """
     fields = {**_PACKED, **options, **others}
-    if fields["temperature"] < 1:
-        answer = client.generate(prompt, **fields)
-        assert answer.sampling_record is not None
-        assert answer.sampling_record.token_ids.tolist() == list(answer.output_ids)
-        return answer.sampling_record
-    chunks = [chunk.sampling_record for chunk in client.generate_stream(prompt, **fields)]
+    try:
+        if fields["temperature"] < 1:
+            answer = client.generate(prompt, **fields)
+            assert answer.sampling_record is not None
+            assert answer.sampling_record.token_ids.tolist() == list(answer.output_ids)
+            return answer.sampling_record
+        chunks = [chunk.sampling_record for chunk in client.generate_stream(prompt, **fields)]
+    except GenerationError as error:
+        if "left no token" not in str(error):
+            raise
+        return None
     return SamplingRecord.join([record for record in chunks if record is not None])
+
+
+def answered(
+    client: Client, prompt: str | list[int], requests: Sequence[dict[str, Any]], **others: Any
+) -> list[tuple[dict[str, Any], SamplingRecord]]:
+    """Send requests, twelve at a time, and return those with an answer, nearly all, with the records."""
+    with ThreadPoolExecutor(12) as pool:
+        records = list(pool.map(partial(sampling_record, client, prompt, **others), requests))
+    found = [(options, record) for options, record in zip(requests, records, strict=True) if record is not None]
+    assert len(found) > 0.9 * len(requests)
+    return found

@@ -51,7 +51,7 @@ from logitship.server.tokenizer import Tokenizer
 from tests.helpers.metrics import growth, read_metrics, settled_metrics
 
 from .history_processors import FIRST, CountsCalls, ForcesFromTable, HashesHistory, OnlyEven, history_token
-from .random_requests import random_request, sampling_record
+from .random_requests import answered, random_request
 from .sglang_escapes import ESCAPES, PREVENTED, escaping
 from .sglang_faults import FAULTS, faulty
 from .sglang_server import SglangServer, add_distribution, sglang_serve
@@ -764,10 +764,7 @@ def test_trainer_gets_the_log_probabilities_of_random_requests(client: Client, b
     rng = random.Random(0)
     requests = [random_request(rng, range(70, 120), least=1) for _ in range(60)]
 
-    sample = partial(sampling_record, client, PROMPT_IDS, max_new_tokens=6, ignore_eos=True)
-    with ThreadPoolExecutor(12) as pool:
-        records = list(pool.map(sample, requests))
-    for options, record in zip(requests, records, strict=True):
+    for options, record in answered(client, PROMPT_IDS, requests, max_new_tokens=6, ignore_eos=True):
         tokens = record.token_ids.tolist()
         assert len(tokens) == 6
         with torch.inference_mode():

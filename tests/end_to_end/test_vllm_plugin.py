@@ -49,7 +49,7 @@ from logitship.server.model.default_model import default_model_folder
 from tests.helpers.metrics import growth, read_metrics, settled_metrics
 
 from .history_processors import FIRST, CountsCalls, ForcesFromTable, HashesHistory, history_token
-from .random_requests import random_request, sampling_record
+from .random_requests import answered, random_request
 from .sglang_server import add_distribution
 
 pytestmark = pytest.mark.timeout(1500)  # vLLM is installed on first use
@@ -592,9 +592,7 @@ def test_trainer_gets_the_log_probabilities_of_random_requests(client: Client, b
     rng = random.Random(0)
     requests = [random_request(rng, BIASED, regex=["[a-z ]{4,20}"]) for _ in range(100)]
 
-    with ThreadPoolExecutor(12) as pool:
-        records = list(pool.map(partial(sampling_record, client, PROMPT, max_new_tokens=6), requests))
-    for options, record in zip(requests, records, strict=True):
+    for options, record in answered(client, PROMPT, requests, max_new_tokens=6):
         found = logitship.replay.replay(bare_model(record.token_ids.tolist()), record)
         np.testing.assert_allclose(found.numpy(), record.logprobs, atol=1e-4, err_msg=str(options))
 
