@@ -223,6 +223,11 @@ load."""
 DEFERRED_NICE = 19
 """Nice value during a call that no step waits for. There may be many."""
 
+IDLE_AFTER = 0.1
+"""Seconds of CPU time after which such a call only gets cores that are idle. Beside a thread with the highest nice
+value, one that wakes up may wait for some milliseconds, and the threads of an engine wait for each other all the time:
+a call that computes without end would cost most of their speed."""
+
 
 def lower_priority(pid: int, nice: int) -> None:
     """Give a process, or a thread, this nice value, or the server's own if that is higher."""
@@ -230,9 +235,16 @@ def lower_priority(pid: int, nice: int) -> None:
         os.setpriority(os.PRIO_PROCESS, pid, max(nice, _own_nice()))
 
 
+def run_when_idle(pid: int) -> None:
+    """Let a process run only on cores that are idle: the scheduling policy `SCHED_IDLE`."""
+    with contextlib.suppress(OSError):  # it has ended
+        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+
+
 def restore_priority(pid: int) -> None:
-    """Give a process the server's own nice value again, if that is permitted."""
+    """Give a process the server's own nice value and the usual scheduling policy again, if that is permitted."""
     with contextlib.suppress(OSError):
+        os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
         os.setpriority(os.PRIO_PROCESS, pid, _own_nice())
 
 

@@ -26,12 +26,14 @@ from logitship.sampler.edits.edit_operations import GroupEdits
 from .call_exchange import CallExchange, InvalidAnswer
 from .cpu_time import (
     DEFERRED_NICE,
+    IDLE_AFTER,
     CallDeadline,
     ProcessClock,
     leave_background,
     lower_priority,
     off_this_core,
     restore_priority,
+    run_when_idle,
 )
 from .protocol import (
     DUMP_SIGNAL,
@@ -142,7 +144,7 @@ class Sandbox:
         self._death: SandboxDied | None = None
         self._printed = ""
         self._call_number = 0
-        self._has_low_priority = False
+        self._has_low_priority = self._runs_when_idle = False
         self._outbox = bytearray()
         self._call: CallExchange | None = None
         self._overdue: _Overdue | None = None
@@ -306,6 +308,14 @@ class Sandbox:
                 if self._runs():
                     lower_priority(self._pid, DEFERRED_NICE)
 
+    def _leave_cores(self, call: CallExchange) -> None:
+        """Let a call that nobody waits for run only while cores are idle, once it has computed for long."""
+        if not self._runs_when_idle and call.deadline.cpu_seconds() > IDLE_AFTER:
+            with self._lock:
+                if self._call is call and self._runs():
+                    self._runs_when_idle = True
+                    run_when_idle(self._pid)
+
     def advance(self) -> tuple[Answer, bytes] | None:
         """Send and receive without blocking.
 
@@ -325,6 +335,8 @@ class Sandbox:
         # Not if it is dead without an exception: another thread has killed it since, and the next `advance` raises.
         if answer is not None:
             self._end_call(call)
+        elif self._has_low_priority:
+            self._leave_cores(call)
         return answer
 
     def take_printed(self) -> str:
@@ -401,7 +413,7 @@ class Sandbox:
         with self._lock:
             self._call = None
             if self._has_low_priority:
-                self._has_low_priority = False
+                self._has_low_priority = self._runs_when_idle = False
                 if self._runs():
                     restore_priority(self._pid)
 

@@ -569,6 +569,28 @@ def test_cpu_time_in_calls_does_not_count() -> None:
         assert used() - before < 0.05
 
 
+def test_long_call_that_nobody_waits_for_gets_idle_cores_alone(
+    pair: tuple[Sandbox, Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox, peer = pair
+
+    def policy() -> int:
+        return os.sched_getscheduler(peer.process.pid)
+
+    for is_long in (False, True):
+        monkeypatch.setattr(sandbox_module, "IDLE_AFTER", -1.0 if is_long else LONG)
+        sandbox.begin(Command.PROMISE, b"", LONG)
+        _, number, _ = peer.read_message()
+        assert sandbox.advance() is None
+        assert policy() == os.SCHED_OTHER
+        sandbox.lower_priority_of_call()
+        assert sandbox.advance() is None
+        assert policy() == (os.SCHED_IDLE if is_long else os.SCHED_OTHER)
+        peer.connection.sendall(pack(Answer.DONE, number, b""))
+        sandbox.finish()
+        assert policy() == os.SCHED_OTHER
+
+
 def test_priority_is_not_lowered_for_the_next_call(pair: tuple[Sandbox, Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     """Another thread receives the answer at the moment at which the priority is lowered."""
     sandbox, peer = pair
