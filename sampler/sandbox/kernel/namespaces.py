@@ -44,14 +44,12 @@ def enter() -> tuple[str, ...]:
 
 
 def enter_for_sandbox() -> None:
-    """Move a sandbox into new namespaces below the zygote's, as many as the kernel permits.
+    """Move a sandbox into new namespaces below the zygote's, each that the kernel permits: gVisor has no cgroup one.
 
     No ids are mapped in its user namespace, because a sandbox needs none.
     """
-    if unshare("user", "net", "ipc", "uts", "cgroup"):
-        return
-    unshare("user")
-    unshare("net", "ipc", "uts", "cgroup")
+    for name in ("user", "net", "ipc", "uts", "cgroup"):
+        unshare(name)
 
 
 def unshare(*names: str) -> bool:

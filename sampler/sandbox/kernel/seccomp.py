@@ -9,11 +9,13 @@ import ctypes
 import errno
 import fcntl
 import os
+import resource
+import signal
 import termios
 from dataclasses import dataclass
 
-from . import bpf
-from .syscalls import Machine, prctl, syscall
+from . import bpf, privileges
+from .syscalls import Machine, prctl, syscall, this_machine
 
 _PR_SET_SECCOMP = 22
 _SECCOMP_MODE_FILTER = 2
@@ -173,12 +175,52 @@ def install(program: bytes) -> None:
 
 
 def available() -> bool:
-    """Return whether this kernel supports filters with SECCOMP_RET_KILL_PROCESS (Linux 4.14)."""
+    """Return whether this kernel supports filters with SECCOMP_RET_KILL_PROCESS (Linux 4.14).
+
+    gVisor answers EINVAL to each operation of seccomp(2) but the one that installs a filter
+    (<https://github.com/google/gvisor/issues/13439>). There, a forked child tries one, so this process must be
+    single-threaded.
+    """
     try:
         syscall("seccomp", _SECCOMP_GET_ACTION_AVAIL, 0, KILL_PROCESS.to_bytes(4, "little"))
-    except OSError:
-        return False
+    except OSError as error:
+        return error.errno == errno.EINVAL and _filter_works()
     return True
+
+
+def _filter_works() -> bool:
+    """Return whether a filter in a child refuses a call, and another ends the child with SIGSYS."""
+    child = os.fork()
+    if child == 0:
+        try:
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            privileges.forbid_new_privileges()
+            install(_trial_program(this_machine()))
+            if _errno_of("getppid") == errno.EPERM:
+                syscall("getuid")
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGSYS
+
+
+def _trial_program(machine: Machine) -> bytes:
+    refused, killing = machine.numbers["getppid"], machine.numbers["getuid"]
+    return bpf.assemble(
+        [
+            bpf.load(_NUMBER),
+            *(bpf.jump_if_equal(refused, 0, 1), bpf.return_value(NOT_PERMITTED)),
+            *(bpf.jump_if_equal(killing, 0, 1), bpf.return_value(KILL_PROCESS)),
+            bpf.return_value(ALLOW),
+        ]
+    )
+
+
+def _errno_of(name: str) -> int:
+    try:
+        syscall(name)
+    except OSError as error:
+        return error.errno or 0
+    return 0
 
 
 def _futex_operations() -> tuple[int, ...]:

@@ -48,6 +48,7 @@ class Plan:
         nobody: change to an unprivileged user first.
         deny: system calls to refuse, with an errno each, as a container's seccomp profile does.
         deny_if: system calls to refuse with EPERM if an argument (by its index) has this value.
+        like_gvisor: give the answers of gVisor, as far as they differ from Linux's.
         open_first: open all descriptors below this number first.
         hard_memory: `RLIMIT_AS` to set first.
         namespaces: enter new namespaces.
@@ -67,6 +68,7 @@ class Plan:
     nobody: bool = False
     deny: dict[str, int] = dataclasses.field(default_factory=dict)
     deny_if: dict[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
+    like_gvisor: bool = False
     open_first: int = 0
     hard_memory: int | None = None
     namespaces: bool = False
@@ -138,6 +140,8 @@ def prepare(plan: Plan) -> None:
         privileges.set_dumpable(True)  # like a process started by that user
     if plan.deny or plan.deny_if:
         deny(plan.deny, plan.deny_if)
+    if plan.like_gvisor:
+        answer_like_gvisor()
     while os.open("/dev/zero", os.O_RDONLY) < plan.open_first - 1:
         pass
     if plan.hard_memory is not None:
@@ -249,6 +253,26 @@ def deny(calls: dict[str, int], calls_if: dict[str, tuple[int, int]]) -> None:
     seccomp.install(bpf.assemble([*instructions, bpf.return_value(seccomp.ALLOW)]))
 
 
+GVISOR_LACKS = ("landlock_create_ruleset", "landlock_add_rule", "landlock_restrict_self", "mount_setattr")
+SECCOMP_SET_MODE_FILTER, CLONE_NEWCGROUP = 1, 0x02000000
+
+
+def answer_like_gvisor() -> None:
+    """Give the answers of gVisor: `pkg/sentry/syscalls/linux/linux64.go` and google/gvisor#13439."""
+    numbers = this_machine().numbers
+    invalid = bpf.return_value(0x00050000 | errno.EINVAL)
+    instructions = [bpf.load(0)]
+    for name in GVISOR_LACKS:
+        instructions += [bpf.jump_if_equal(numbers[name], 0, 1), bpf.return_value(seccomp.NOT_IMPLEMENTED)]
+    allow = bpf.return_value(seccomp.ALLOW)
+    sets_filter = [bpf.load(16), bpf.jump_if_equal(SECCOMP_SET_MODE_FILTER, 0, 1), allow, invalid]
+    instructions += [bpf.jump_if_equal(numbers["seccomp"], 0, len(sets_filter)), *sets_filter]
+    has_cgroup = [bpf.load(16), bpf.jump_if_any_bit(CLONE_NEWCGROUP, 0, 1), invalid, allow]
+    instructions += [bpf.jump_if_equal(numbers["unshare"], 0, len(has_cgroup)), *has_cgroup]
+    privileges.forbid_new_privileges()
+    seccomp.install(bpf.assemble([*instructions, allow]))
+
+
 # Functions to call. Each takes the plan's argument, and returns a value that JSON can represent.
 
 
@@ -282,6 +306,25 @@ def raw_system_call(words: list[int]) -> int:
     ctypes.set_errno(0)
     function = ctypes.CDLL(None, use_errno=True).syscall
     return ctypes.get_errno() if function(*map(ctypes.c_long, words)) == -1 else 0
+
+
+def filters_are_available(_: None) -> bool:
+    return seccomp.available()
+
+
+def trial_of_a_filter(effect: str) -> bool:
+    """Return whether filters count as available where they do nothing, or only refuse or only kill."""
+    numbers = this_machine().numbers
+    call, action = {
+        "nothing": ("socket", seccomp.NOT_PERMITTED),
+        "refuses": ("getppid", seccomp.NOT_PERMITTED),
+        "kills": ("getuid", seccomp.KILL_PROCESS),
+    }[effect]
+    test = [bpf.jump_if_equal(numbers[call], 0, 1), bpf.return_value(action)]
+    program = bpf.assemble([bpf.load(0), *test, bpf.return_value(seccomp.ALLOW)])
+    install = seccomp.install
+    seccomp.install = lambda _: install(program)  # type: ignore[assignment]
+    return seccomp.available()
 
 
 def import_modules(names: list[str]) -> list[str]:

@@ -35,6 +35,13 @@ def test_self_test_passes(run_plan: Run, nobody: bool, environment: str, abi: in
     assert outcome.jailed == (environment == "all")
 
 
+def test_self_test_passes_in_gvisor(run_plan: Run, nobody: bool) -> None:
+    outcome = run_plan("forbidden_things", nobody=nobody, namespaces=True, jail_root=True, like_gvisor=True)
+    assert outcome.error == ""
+    assert outcome.result["succeeded"] == []
+    assert outcome.jailed
+
+
 @pytest.mark.parametrize("environment", ENVIRONMENTS)
 def test_self_test_passes_as_another_user(run_plan: Run, environment: str) -> None:
     uid = 60001 if ROOT else None

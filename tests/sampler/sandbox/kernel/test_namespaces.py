@@ -58,3 +58,10 @@ def test_sandbox_without_namespaces(run_plan: Run, nobody: bool) -> None:
     outcome = run_plan("sandbox_namespaces", where="jailed", nobody=nobody, deny={"unshare": errno.EPERM})
     zygote, sandbox = outcome.result
     assert zygote == sandbox
+
+
+def test_sandbox_enters_each_namespace_that_there_is(run_plan: Run, nobody: bool) -> None:
+    outcome = run_plan("sandbox_namespaces", where="jailed", namespaces=True, nobody=nobody, like_gvisor=True)
+    zygote, sandbox = outcome.result
+    assert {name for name in zygote if zygote[name] != sandbox[name]} == {"user", "net", "ipc", "uts"}
+    assert "cgroup" not in outcome.entered

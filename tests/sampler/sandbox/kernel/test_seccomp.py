@@ -5,6 +5,7 @@ import fcntl
 import os
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import example, given
@@ -192,3 +193,25 @@ def test_foreign_abi_kills_the_process(run_plan: Run) -> None:
 
 def test_this_kernel_has_filters() -> None:
     assert seccomp.available()
+
+
+def test_filter_is_tried_where_the_kernel_does_not_say(run_plan: Run, nobody: bool) -> None:
+    outcome = run_plan("filters_are_available", where="plain", nobody=nobody, like_gvisor=True)
+    assert outcome.result is True
+
+
+@pytest.mark.parametrize("effect", ["nothing", "refuses", "kills"])
+def test_tried_filter_must_refuse_and_kill(run_plan: Run, effect: str) -> None:
+    outcome = run_plan("trial_of_a_filter", effect, where="plain", deny={"seccomp": errno.EINVAL})
+    assert outcome.result is False
+
+
+@pytest.mark.parametrize("answer", [errno.ENOSYS, errno.EPERM, errno.EOPNOTSUPP], ids=errno.errorcode.get)
+def test_other_refusals_mean_no_filters(run_plan: Run, answer: int) -> None:
+    outcome = run_plan("filters_are_available", where="plain", deny={"seccomp": answer})
+    assert outcome.result is False
+
+
+def test_filters_that_cannot_be_installed_are_not_available(run_plan: Run) -> None:
+    plan: dict[str, Any] = {"deny": {"seccomp": errno.EINVAL}, "deny_if": {"prctl": (0, 22)}}
+    assert run_plan("filters_are_available", where="plain", **plan).result is False
