@@ -82,7 +82,8 @@ class ProcessorFault(ProcessorError):
             other requests wait for longer than the request's allowance). In a sandbox also:
             `deadline` (no response in time), `crash` (its process died: a signal, an exit, the memory limit),
             `cpu_time` (it used the CPU outside its calls), `protocol` (it violated the sandbox protocol), each of
-            which ends the sandbox; and `load` (it had ended before the request's first step).
+            which ends the sandbox; `load` (it had ended before the request's first step); and `blocked` (the server's
+            operator has blocked it).
         traceback: traceback of the processor's own code, or `""` if there is none.
     """
 

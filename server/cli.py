@@ -38,7 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = options.pop("command")
     if unknown:
         _command_parser(parser, command).error(_unknown_argument(parser, command, unknown))
-    if command == "doctor":
+    if command == "doctor" and options["engine"] is not None:
+        if options["url"] is None:
+            _command_parser(parser, command).error(f"which {options['engine']} server? Give its URL")
         return run_doctor_command(options["engine"], options["url"], os.environ.get("LOGITSHIP_API_KEY"))
     if command == "serve":
         model = options.pop("model", None)
@@ -52,6 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ImportError:
         print('This needs the server: pip install "logitship[serve]"', file=sys.stderr)
         return 1
+    if command == "doctor":
+        from .host_report import run_report_command
+
+        return run_report_command(options["json"])
     if command == "check":
         return run_check_command(options)
     if command == "dev":
@@ -206,7 +212,10 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="test a processor class the way a server runs it")
     dev = commands.add_parser("dev", help="run a processor class on a prompt each time its file is saved")
     demo = commands.add_parser("demo", help="ship two processors to a local server and show what they do")
-    doctor = commands.add_parser("doctor", help="tell what a running SGLang or vLLM server does with processors")
+    doctor = commands.add_parser(
+        "doctor",
+        help="tell how this machine protects sandboxes, or what a running SGLang or vLLM server does with processors",
+    )
     serve.add_argument(
         "model",
         nargs="?",
@@ -214,8 +223,16 @@ def _parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="the same as --model-path MODEL, as in vLLM",
     )
-    doctor.add_argument("engine", choices=[*DIAGNOSES], help="the engine of the server")
-    doctor.add_argument("url", metavar="URL", help="its base URL; LOGITSHIP_API_KEY is its API key, if it has one")
+    doctor.add_argument(
+        "engine",
+        nargs="?",
+        choices=[*DIAGNOSES],
+        help="the engine of a running server; without it, versions, limits and protections of this machine are printed",
+    )
+    doctor.add_argument(
+        "url", nargs="?", metavar="URL", help="its base URL; LOGITSHIP_API_KEY is its API key, if it has one"
+    )
+    doctor.add_argument("--json", action="store_true", help="print the report about this machine as JSON")
     for title, flags in FLAGS.items():
         group = serve.add_argument_group(title)
         for flag in flags:

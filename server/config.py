@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from logitship.sampler.sampling_params import LogprobsMode
 
 from .allowed_hosts import ANY, check_allowed_host, check_allowed_origin, is_loopback
-from .allowed_processors import read_allowed_digests
+from .allowed_processors import read_allowed_digests, read_digests
 from .logs import LogFormat
 from .reasoning_config import ReasoningStrings, read_reasoning_config
 
@@ -89,6 +89,8 @@ class ServerConfig:
     """Regular expression for the callables that requests may name; must match the full name. None: no callables."""
     allow_processor: str | None = None
     """A file with the digests of the only processors that may be shipped, see `allowed_digests`. None: any."""
+    blocked_digests: str | None = None
+    """A file with the digests of shipped processors that may not run; read again when it changes. None: none."""
     tree_decode_config: str | None = None
     """A file with a token tree that every request follows; looked up in the model's folder first."""
     tree: Sequence[str] = ()
@@ -302,6 +304,8 @@ class ServerConfig:
                 "shipping_api_key: this server does not accept shipped code; set enable_custom_logit_processor as well"
             )
         self.allowed_digests  # noqa: B018  # report errors in the file before the model is loaded
+        if self.blocked_digests is not None:
+            read_digests(self.blocked_digests, "blocked_digests")  # as above
 
     def _check_anonymous_code(self) -> None:
         """Refuse to run shipped code for everybody: without API keys, for other machines or for any web page."""

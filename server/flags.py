@@ -116,6 +116,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             metavar="FILE",
         ),
         Flag(
+            ("--blocked-digests",),
+            "file with the digests of shipped processors that may not run, one per line; read again when it changes",
+            metavar="FILE",
+        ),
+        Flag(
             ("--tree-decode-config", "--tree_decode_config"),
             "file with a token tree that every request follows; or $TREE_DECODE_CONFIG",
             metavar="FILE",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Collection
@@ -14,6 +13,7 @@ from llguidance import LLMatcher
 
 from logitship.builtin_processors.params import ModelFacts, PreparationUnavailable
 from logitship.builtin_processors.parts.checker_process import TooMuchMemory
+from logitship.sampler.cgroup_limits import num_cores
 from logitship.sampler.client_context import current_tenant
 from logitship.sampler.fair_slots import FairSlots
 from logitship.sampler.round_robin_queue import TenantQueueFull
@@ -65,7 +65,7 @@ class GrammarCompiler:
         arguments = _tokenizer_arguments(model)
         self._tokenizer = check.make_tokenizer(**arguments)
         self._timeout = timeout
-        count = num_checkers or max(2, len(os.sched_getaffinity(0)) // 4)
+        count = num_checkers or max(2, num_cores() // 4)
         self._checkers = [GrammarChecker(arguments, cpu_limit, timeout) for _ in range(count)]
         self._slots = FairSlots(self._checkers, _MAX_WAITING)
         self._texts: dict[int, bytes] = {}

@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -46,6 +46,8 @@ Those may belong to other requests. A request has at most 64 stages: a step take
 and `BLOCKED_WAIT` for each."""
 
 UNLOADED = "unloaded"
+BLOCKED = "blocked"
+"""Kind of the fault of a processor that the server's operator has blocked."""
 """Reason of the end of a sandbox that is no fault."""
 
 WATCH_INTERVAL = 0.25
@@ -164,6 +166,15 @@ class SandboxExecutor:
         if load is not None:
             load.cancel()
         return True
+
+    def block(self, digests: Collection[str]) -> None:
+        """Kill the sandboxes of these classes, of all tenants. Thread-safe.
+
+        Calls of theirs end with a fault of the kind `blocked`.
+        """
+        for sandbox, sandboxed in list(self._unreported.items()):
+            if sandboxed.digest in digests:
+                sandbox.kill(BLOCKED, "was blocked by the server's operator")
 
     def unload(self, processor: LoadedProcessor) -> None:
         """End the sandbox of a processor."""

@@ -15,8 +15,9 @@ from logitship.client.serialization.processor_string import ProcessorString
 from logitship.sampler.batch_processors.plugins import Plugin
 from logitship.sampler.client_context import Disconnect, current_disconnect
 from logitship.sampler.processors.executor import LoadedProcessor
-from logitship.sampler.processors.processor_groups import ProcessorUse
+from logitship.sampler.processors.processor_groups import ProcessorUse, uses_of
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor, SandboxStats
+from logitship.server.blocked_processors import BlockedProcessors
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_stats import MAX_TENANTS, EngineStats, ModelInfo
 from logitship.server.metrics.observed_metrics import EngineMetrics, RequestMeter
@@ -26,7 +27,13 @@ from logitship.server.processors.request_processors import RequestProcessors
 from logitship.server.refusals import SHIPPING_IS_OFF, ServiceUnavailable, ShareExceeded, ThreadUnavailable
 from logitship.server.requests.body_limits import QueuedBody, QueuedBytes
 from logitship.server.requests.fair_pool import REST, FairPool, in_daemon_thread, run_behind_the_engine
-from logitship.server.requests.messages import AttachedProcessor, GenerationRequest, GenerationStream, ProcessorRequest
+from logitship.server.requests.messages import (
+    AttachedProcessor,
+    GenerationRequest,
+    GenerationStream,
+    ProcessorRequest,
+    RequestError,
+)
 from logitship.server.requests.request_validation import Limits, check, check_sandboxed, check_with_plugins
 from logitship.server.requests.sequence import Sequence
 from logitship.server.tokenizer import Tokenizer
@@ -34,7 +41,7 @@ from logitship.server.tokenizer import Tokenizer
 from .active_requests import ActiveRequest, ActiveRequests, SequenceFactory
 from .engine import Engine
 from .engine_thread import EngineThread
-from .failures import STOPPED
+from .failures import STOPPED, blocked_error
 from .readiness import Readiness
 from .tenant_shares import TenantShares
 
@@ -61,6 +68,7 @@ class AsyncEngine:
         queued_bytes: see the attribute.
         library: where `processors` come from.
         shares: how much of the engine's time each tenant has used.
+        blocked: the shipped processors that may not run; None: any may.
         grammar: the processor of grammars, whose counters `stats` reads.
         plugins: the installed batch processors.
         attached_to_all: processors of every request, which run after its own.
@@ -95,6 +103,7 @@ class AsyncEngine:
         plugins: Iterable[Plugin] = (),
         attached_to_all: Iterable[AttachedProcessor] = (),
         sandboxes: SandboxExecutor | None = None,
+        blocked: BlockedProcessors | None = None,
     ) -> None:
         self.config = config
         self.model = model
@@ -112,6 +121,7 @@ class AsyncEngine:
         self._plugins = tuple(plugins)
         self._attached_to_all = tuple(attached_to_all)
         self._sandboxes = sandboxes
+        self._blocked = blocked
         self._limits = Limits.of(config, model.vocab_size, model.max_model_len)
         self._sequences = SequenceFactory(model, tokenizer, config.random_seed)
         self._large_loads: weakref.WeakValueDictionary[tuple[str, asyncio.AbstractEventLoop], asyncio.Lock] = (
@@ -120,6 +130,8 @@ class AsyncEngine:
         """Held while a tenant loads a large body. Each event loop has its own."""
         self._readiness = Readiness(active, thread, sandboxes)
         metrics.watch(self.stats)
+        if blocked is not None:
+            blocked.watch(self._block)
 
     def check(self, request: GenerationRequest, body: QueuedBody | None = None) -> None:
         """Refuse a request that cannot run on this model, without submitting it or loading its processors.
@@ -163,6 +175,8 @@ class AsyncEngine:
         active.sequences += await self._make_sequences(active, uses)
         active.meter.admitted()
         self._thread.post(lambda: self._engine.add(active.sequences))
+        if self._blocked is not None and not self._blocked.digests.isdisjoint(stream.digests):
+            self._block(self._blocked.digests)  # while it was loaded
         if active.aborted:
             self._abort_where(
                 lambda sequence: sequence.lead in active.sequences and not active.aborted.isdisjoint(sequence.names)
@@ -209,6 +223,22 @@ class AsyncEngine:
         """
         self._active.abort(rid, tenant)
         self._abort_where(lambda sequence: sequence.tenant == tenant and (rid is None or rid in sequence.names))
+
+    def _block(self, digests: frozenset[str]) -> None:
+        """End the sequences with one of these shipped processors, and their sandboxes."""
+
+        def found(sequence: Sequence) -> LoadedProcessor | None:
+            used = (use.processor for use in uses_of(sequence.sampling_params))
+            return next((each for each in used if each.digest in digests), None)
+
+        def error(sequence: Sequence) -> RequestError | None:
+            processor = found(sequence)
+            return None if processor is None else blocked_error(processor)
+
+        self._thread.post(lambda: self._engine.abort(lambda sequence: found(sequence) is not None, error))
+        # After that: where the engine waits for a call of theirs, this ends it.
+        if self._sandboxes is not None:
+            self._sandboxes.block(digests)
 
     def _cancel(self, active: ActiveRequest | None) -> None:
         """Abort this very request, unless it is over: another one may have its id by now."""
@@ -320,6 +350,8 @@ class AsyncEngine:
     def stop(self) -> None:
         """Stop now: running requests are aborted."""
         self._active.close()
+        if self._blocked is not None:
+            self._blocked.close()
         self._abort_where(lambda sequence: True)
         self._thread.stop(_STOP_TIMEOUT)
         # Those that still load their processors have no sequences to abort, and those of a hanging step do not end.

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
+
+import torch
 
 from logitship.builtin_processors.registry import Registry
 from logitship.sampler.batch.persistent_batch import PersistentBatch
 from logitship.sampler.batch_processors.plugins import Plugin
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig
+from logitship.sampler.cgroup_limits import num_cores
 from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.processors.executor import ProcessorExecutor
 from logitship.sampler.sandbox.sandbox_executor import SandboxExecutor
+from logitship.server.blocked_processors import BlockedProcessors
 from logitship.server.config import ServerConfig
 from logitship.server.metrics.engine_stats import ModelInfo
 from logitship.server.metrics.observed_metrics import MAX_NAMES, EngineMetrics
@@ -18,6 +23,7 @@ from logitship.server.metrics.step_clock import StepClock, StepTime
 from logitship.server.model.capacity import free_bytes, max_model_len, prefix_cache_blocks
 from logitship.server.model.deterministic_check import check_determinism
 from logitship.server.model.kv_cache import PrefixCache
+from logitship.server.model.memory_check import require_memory_to_start
 from logitship.server.model.model_loader import LoadedModel, load_model
 from logitship.server.model.model_runner import CoreBinding, ModelRunner
 from logitship.server.model.reasoning_markers import resolve_reasoning_config
@@ -69,6 +75,8 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
     Raises:
         StartError: the model cannot be loaded or served; the message tells the operator what to do.
     """
+    require_memory_to_start()
+    _limit_threads()
     # Before the model, which takes long: a misspelled name should fail at once.
     plugins = load_batch_processors(config)
     registry = make_registry(plugins, load_trees(config))
@@ -86,6 +94,16 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
         raise
 
 
+def _limit_threads() -> None:
+    """Compute with no more threads than the CPU quota has cores, unless the operator chose their number.
+
+    PyTorch counts the cores of the machine. Under a quota of some of them, all threads would use it up together, and
+    then stand still together until the next period.
+    """
+    if "OMP_NUM_THREADS" not in os.environ and num_cores() < torch.get_num_threads():
+        torch.set_num_threads(num_cores())
+
+
 def _build(
     config: ServerConfig,
     loaded: LoadedModel,
@@ -100,7 +118,8 @@ def _build(
     grammar = add_grammar(registry, reasoning, config.constrained_json_whitespace_pattern, loaded)
     free = free_bytes(config, loaded.model)  # once: the slots' cache must not reduce the prefix cache
     model = _model_info(config, loaded, free)
-    library = make_library(config, loaded, registry, executor)
+    blocked = None if config.blocked_digests is None else BlockedProcessors(config.blocked_digests)
+    library = make_library(config, loaded, registry, executor, blocked)
     create_installed(plugins, library)
     metrics = EngineMetrics(model, library.installed_digests, MAX_NAMES if config.names_in_metrics else 0)
     clock = StepClock()
@@ -155,6 +174,7 @@ def _build(
         plugins=plugins,
         attached_to_all=attached_to_all(config),
         sandboxes=executor if isinstance(executor, SandboxExecutor) else None,
+        blocked=blocked,
     )
     thread.start(engine, after_step=partial(finish_step, active, metrics, clock), on_death=active.fail_all)
     return async_engine

@@ -20,7 +20,7 @@ from logitship.sampler.sampler import Sampler, SamplerOutput
 from logitship.server.metrics.step_clock import StepClock
 from logitship.server.model.kv_cache import PrefixCacheStats
 from logitship.server.model.model_runner import ModelRunner
-from logitship.server.requests.messages import FinishReason, TokenLogprobs
+from logitship.server.requests.messages import FinishReason, RequestError, TokenLogprobs
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.forced_runs import ForcedRuns
 
@@ -108,10 +108,17 @@ class Engine:
         """Queue sequences."""
         self._scheduler.waiting.extend(sequences)
 
-    def abort(self, matches: Callable[[Sequence], bool]) -> None:
-        """Abort the matching sequences now: the next step can use their rows."""
+    def abort(
+        self, matches: Callable[[Sequence], bool], error: Callable[[Sequence], RequestError | None] = lambda _: None
+    ) -> None:
+        """Abort the matching sequences now: the next step can use their rows.
+
+        Args:
+            matches: tells which.
+            error: returns the error of one; None: it was cancelled.
+        """
         for sequence in self._scheduler.matching(matches):
-            self._end(sequence, FinishReason("abort"))
+            self._end(sequence, FinishReason("abort", error=error(sequence)))
 
     def clear_prefixes(self) -> None:
         """Empty the prefix cache."""

@@ -27,6 +27,7 @@ from logitship.sampler.processors.processor_cache import ProcessorCache
 from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sandbox.cpu_time import background_cores
 from logitship.sampler.sandbox.zygote_process import ZygoteError, ZygoteProcess
+from logitship.server.blocked_processors import BlockedProcessors
 from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.processors.artifact_store import ArtifactStore
@@ -108,7 +109,11 @@ def make_executor(config: ServerConfig, loaded: LoadedModel, zygote: ZygoteProce
 
 
 def make_library(
-    config: ServerConfig, loaded: LoadedModel, registry: Registry, executor: ProcessorExecutor
+    config: ServerConfig,
+    loaded: LoadedModel,
+    registry: Registry,
+    executor: ProcessorExecutor,
+    blocked: BlockedProcessors | None,
 ) -> ProcessorLibrary:
     """Return the library that loads requests' processors; `executor` runs the shipped ones."""
     max_used = config.sandbox_memory if config.processor_isolation == "sandbox" else None
@@ -130,6 +135,7 @@ def make_library(
         params_checker,
         config.allowed_digests,
         artifacts,
+        frozenset if blocked is None else lambda: blocked.digests,
     )
 
 

@@ -6,11 +6,11 @@ Running sequences may sit a step out because of that: they keep slot and state.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from logitship.sampler.cgroup_limits import num_cores
 from logitship.sampler.processors.deferred_calls import DeferredCalls
 from logitship.sampler.processors.processor_groups import uses_of
 from logitship.server.requests.sequence import Sequence
@@ -117,7 +117,7 @@ class TenantShares:
         self._num_running = 0
         self._processor_wait = processor_wait
         self._most = most
-        self._cores = cores or len(os.sched_getaffinity(0))
+        self._cores = cores or num_cores()
         self._clock = clock
         self._uses: dict[str, _Use] = {}
         self._running: frozenset[str] = frozenset()

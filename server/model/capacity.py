@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
-import os
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
@@ -15,6 +12,7 @@ from logitship.server.refusals import StartError
 
 from .fused_decoder import can_fuse, packed_bytes
 from .kv_cache import BLOCK_SIZE, block_bytes
+from .memory_check import free_main_memory, limit_note
 from .model_runner import cache_shape
 
 logger = logging.getLogger(__name__)
@@ -61,11 +59,12 @@ def max_model_len(config: ServerConfig, model: PreTrainedModel, model_len: int, 
         return wanted
     if config.max_model_len is not None or fits < 1:
         lower_length = f"--max-model-len (at most {fits}), " if fits > 0 else ""
+        limit = limit_note() if model.device.type == "cpu" else ""
         raise CacheTooLarge(
             f"a cache for {config.max_num_seqs} sequences of {wanted} tokens takes "
             f"{wanted * per_token / 2**30:.1f} GiB; together with the prefix cache, which takes "
             f"{_prefix_cache_bytes(config, free) / 2**30:.1f} GiB, that is more than {config.mem_fraction_static:.0%} "
-            f"of the {free / 2**30:.1f} GiB that are free: lower {lower_length}--max-num-seqs or "
+            f"of the {free / 2**30:.1f} GiB that are free{limit}: lower {lower_length}--max-num-seqs or "
             "--prefix-cache-bytes, or raise --mem-fraction-static"
         )
     logger.warning(
@@ -100,30 +99,8 @@ def _prefix_cache_bytes(config: ServerConfig, free: float) -> int:
     return _cache_bytes(config, free) // _PREFIX_SHARE if given is None else given
 
 
-def _free_bytes(device: torch.device) -> int | float:
+def _free_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         free: int = torch.cuda.mem_get_info(device)[0]
         return free
-    return min(_available_memory(Path("/proc/meminfo")), _free_in_cgroup(Path("/sys/fs/cgroup")))
-
-
-def _available_memory(meminfo: Path) -> int:
-    """Return the bytes available without swapping: free memory, and the page cache."""
-    for line in meminfo.read_text().splitlines():
-        name, _, amount = line.partition(":")
-        if name == "MemAvailable":
-            return int(amount.split()[0]) * 1024
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def _free_in_cgroup(folder: Path) -> int | float:
-    """Return the bytes below the container's memory limit (cgroup v2), page cache counted as free; inf: no limit."""
-    try:
-        limit = (folder / "memory.max").read_text().strip()
-        used = int((folder / "memory.current").read_text())
-        statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-    except OSError:
-        return math.inf
-    if limit == "max":
-        return math.inf
-    return max(0, int(limit) - used + int(statistics["file"]))
+    return free_main_memory()

@@ -18,6 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from logitship.server.config import ServerConfig
 from logitship.server.tokenizer import Tokenizer
 
+from .memory_check import outline_of, require_memory
 from .model_source import ModelLoadError, find_device, find_model
 
 logger = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ def load_model(config: ServerConfig) -> LoadedModel:
     Raises:
         ModelLoadError: it does not exist, or is not a causal language model.
         ModelFetchError: it is the default model, and could not be fetched.
+        NotEnoughMemory: its weights do not fit into the memory that this process may use.
     """
     if not (sys.stderr.isatty() and logger.isEnabledFor(logging.INFO)):
         disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -61,6 +63,10 @@ def load_model(config: ServerConfig) -> LoadedModel:
     with _load_errors(model_name):
         hf_config = AutoConfig.from_pretrained(source.name, **source.options)
         dtype = _dtype(config, hf_config, device)
+    outline = outline_of(hf_config, dtype, config.trust_remote_code)
+    if outline is not None:
+        require_memory(outline, config.model_path)
+    with _load_errors(model_name):
         model = AutoModelForCausalLM.from_pretrained(source.name, dtype=dtype, **source.options)
         torch.nn.Module.to(model, device)  # transformers' own `to` is untyped
     if config.chat_template:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import os
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -17,6 +16,7 @@ from typing import TypeAlias
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.serialization.processor_string import PickledProcessor, SourceProcessor
+from logitship.sampler.cgroup_limits import num_cores
 from logitship.sampler.processors.executor import ExecutorUnavailable, LoadedProcessor, failed_before
 from logitship.sampler.processors.processor_cache import Key, ProcessorCache, ProcessorCacheFull
 from logitship.sampler.round_robin_queue import RoundRobinQueue, TenantQueueFull
@@ -134,7 +134,7 @@ def load_rate(num_threads: int) -> float:
     Args:
         num_threads: number of threads that compute a forward pass.
     """
-    cores = len(os.sched_getaffinity(0))
+    cores = num_cores()
     return max(cores - num_threads, cores * _SHARE)
 
 

@@ -154,6 +154,10 @@ class ProcessorNotAllowed(Exception):
     """A shipped processor is not on the operator's list of allowed processors."""
 
 
+class ProcessorBlocked(ProcessorNotAllowed):
+    """A shipped processor is on the operator's list of blocked ones."""
+
+
 class ProcessorLoader:
     """Loads installed processors by name, and shipped ones through the cache.
 
@@ -164,6 +168,7 @@ class ProcessorLoader:
         model: what installed processors check their parameters against.
         params_checker: checks parameters against the `params_schema` of a class; None: they have been checked.
         allowed_digests: the only shipped processors that may run; None: any may.
+        blocked_digests: returns the shipped processors that may not run, at this moment.
         check_artifacts: called with the artifacts of a shipped processor and its tenant; raises if one is missing.
 
     Attributes:
@@ -179,6 +184,7 @@ class ProcessorLoader:
         params_checker: ParamsChecker | None,
         allowed_digests: frozenset[str] | None = None,
         check_artifacts: Callable[[Iterable[Artifact], str], object] = lambda artifacts, _: bytes_of(artifacts),
+        blocked_digests: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         self._registry = registry
         self.cache = cache
@@ -186,6 +192,7 @@ class ProcessorLoader:
         self._model = model
         self._params_checker = params_checker
         self._allowed_digests = allowed_digests
+        self._blocked_digests = blocked_digests
         self._check_artifacts = check_artifacts
         self._installed: dict[str, LoadedProcessor] = {}
 
@@ -199,7 +206,7 @@ class ProcessorLoader:
 
         Raises:
             ProcessorLoadError: it cannot be loaded, or no processor has that name or digest.
-            ProcessorNotAllowed: it is shipped, and not on the operator's list.
+            ProcessorNotAllowed: it is shipped, and not on the operator's list, or blocked.
             ProcessorCacheFull: the cache cannot take another shipped processor.
         """
         found = self.find(string, tenant)
@@ -215,7 +222,7 @@ class ProcessorLoader:
 
         Raises:
             ProcessorLoadError: no form of it runs on this Python, or no processor has that name or digest.
-            ProcessorNotAllowed: it is shipped, and not on the operator's list.
+            ProcessorNotAllowed: it is shipped, and not on the operator's list, or blocked.
         """
         name = self._installed_name(string)
         if name is not None:
@@ -290,6 +297,8 @@ class ProcessorLoader:
 
     def _check_allowed(self, digest: str) -> None:
         """Check the digest of what runs: a string may hold one class in its pickle and another in its source."""
+        if digest in self._blocked_digests():
+            raise ProcessorBlocked(f"the processor {digest} is blocked by this server's operator")
         if self._allowed_digests is not None and digest not in self._allowed_digests:
             raise ProcessorNotAllowed(
                 f"the processor {digest} is not among those that this server allows: its operator lists them with "
@@ -346,6 +355,7 @@ class ProcessorLibrary(ProcessorLoader):
         params_checker: checks parameters against the `params_schema` of a class; None: they have been checked.
         allowed_digests: the only shipped processors that may run; None: any may.
         artifacts: what shipped processors refer to by digest.
+        blocked_digests: returns the shipped processors that may not run, at this moment.
 
     Attributes:
         names: resolves names and digests.
@@ -363,10 +373,18 @@ class ProcessorLibrary(ProcessorLoader):
         params_checker: ParamsChecker | None,
         allowed_digests: frozenset[str] | None = None,
         artifacts: ArtifactStore | None = None,
+        blocked_digests: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
         self.artifacts = artifacts or ArtifactStore(max_bytes=0)
         super().__init__(
-            registry, cache, installed_executor, model, params_checker, allowed_digests, self.artifacts.resolve
+            registry,
+            cache,
+            installed_executor,
+            model,
+            params_checker,
+            allowed_digests,
+            self.artifacts.resolve,
+            blocked_digests,
         )
         self._registered = registered
         self.callables = callables

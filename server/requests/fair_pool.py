@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import contextvars
 import itertools
-import os
 import threading
 import time
 from collections import Counter
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
 
+from logitship.sampler.cgroup_limits import num_cores
 from logitship.sampler.round_robin_queue import RoundRobinQueue, TenantQueueFull
 from logitship.sampler.sandbox.cpu_time import lower_priority
 from logitship.server.refusals import QueueFull, ThreadUnavailable
@@ -39,7 +39,7 @@ _IDLE = 2.0
 
 def pool_threads() -> int:
     """Return the number of threads for a server: half the cores, because the engine computes on all; at least 2."""
-    return max(2, len(os.sched_getaffinity(0)) // 2)
+    return max(2, num_cores() // 2)
 
 
 class FairPool:

@@ -13,6 +13,7 @@ install() { # NAME SCRIPT [ARGUMENT]
 # In the order in which the tests need them.
 install sglang sglang_cpu.sh "$python"
 install clients clients.sh
+install helm helm.sh
 install vllm vllm_cpu.sh
 install vllm_tests vllm_tests.sh
 install vllm_python vllm_python.sh

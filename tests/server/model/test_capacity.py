@@ -1,13 +1,13 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 
 import pytest
 import torch
 
+from logitship.sampler.cgroup_limits import MemoryLimit
 from logitship.server.config import ServerConfig
-from logitship.server.model import capacity
+from logitship.server.model import capacity, memory_check
 from logitship.server.model.capacity import CacheTooLarge, free_bytes, max_model_len, prefix_cache_blocks
 from logitship.server.model.model_loader import LoadedModel
 from logitship.server.model.model_runner import cache_shape
@@ -91,25 +91,13 @@ def test_packed_weights_are_not_free(
     assert free_bytes(ServerConfig(), model) == 0
 
 
-def test_page_cache_counts_as_free(tmp_path: Path) -> None:
-    meminfo = tmp_path / "meminfo"
-    meminfo.write_text("MemTotal:  1000 kB\nMemFree:  10 kB\nMemAvailable:  700 kB\n")
-    assert capacity._available_memory(meminfo) == 700 * 1024
-    meminfo.write_text("MemTotal:  1000 kB\n")
-    assert capacity._available_memory(meminfo) > 0
-
-
-def test_cgroup_limit(tmp_path: Path) -> None:
-    assert capacity._free_in_cgroup(tmp_path) == float("inf")
-    (tmp_path / "memory.current").write_text("600\n")
-    (tmp_path / "memory.stat").write_text("anon 450\nfile 150\n")
-    (tmp_path / "memory.max").write_text("max\n")
-    assert capacity._free_in_cgroup(tmp_path) == float("inf")
-    (tmp_path / "memory.max").write_text("1000\n")
-    assert capacity._free_in_cgroup(tmp_path) == 550
-    (tmp_path / "memory.max").write_text("300\n")
-    assert capacity._free_in_cgroup(tmp_path) == 0
-
-
 def test_free_bytes_of_this_machine() -> None:
     assert capacity._free_bytes(torch.device("cpu")) > 0
+
+
+def test_limit_of_the_container_is_named(
+    float32_model: LoadedModel, token_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_check, "memory_limit", lambda: MemoryLimit(1 << 30, 1 << 20))
+    with pytest.raises(CacheTooLarge, match=r"GiB that are free of the 1\.00 GiB that the container may use: lower"):
+        length(float32_model, 200 * token_bytes, max_model_len=101)
