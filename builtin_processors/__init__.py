@@ -23,6 +23,10 @@ from .thinking_budget import (
 )
 from .tree import TreeLogitsProcessor
 from .trigger_phrase import TriggerPhraseLogitsProcessor
+from .watermark_detector import WatermarkEvidence, detect_watermark
+from .watermark_kgw import WatermarkKgwLogitsProcessor
+from .watermark_synthid import WatermarkSynthidLogitsProcessor
+from .watermarks.watermark_key import WatermarkKey
 
 __all__ = [
     "INSTALLED_BY_REFERENCE",
@@ -48,5 +52,10 @@ __all__ = [
     "TokenizerThinkingBudgetLogitProcessor",
     "TreeLogitsProcessor",
     "TriggerPhraseLogitsProcessor",
+    "WatermarkEvidence",
+    "WatermarkKey",
+    "WatermarkKgwLogitsProcessor",
+    "WatermarkSynthidLogitsProcessor",
+    "detect_watermark",
     "installed_processors",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 from logitship.client.errors import ProcessorLoadError
 from logitship.client.processor import CustomLogitProcessor
@@ -28,6 +29,9 @@ from .thinking_budget import (
 )
 from .tree import TreeLogitsProcessor
 from .trigger_phrase import TriggerPhraseLogitsProcessor
+from .watermark_kgw import WatermarkKgwLogitsProcessor
+from .watermark_synthid import WatermarkSynthidLogitsProcessor
+from .watermarks.watermark_key import WatermarkKey
 
 BUILTIN_PROCESSORS: tuple[type[BuiltinProcessor], ...] = (
     CiteFromPromptLogitsProcessor,
@@ -49,6 +53,8 @@ BUILTIN_PROCESSORS: tuple[type[BuiltinProcessor], ...] = (
     TokenizerThinkingBudgetLogitProcessor,
     TreeLogitsProcessor,
     TriggerPhraseLogitsProcessor,
+    WatermarkKgwLogitsProcessor,
+    WatermarkSynthidLogitsProcessor,
 )
 
 
@@ -114,6 +120,24 @@ class Registry:
         return len(self._by_name)
 
 
-def installed_processors() -> Registry:
-    """Return a new registry of the built-in processors."""
-    return Registry(BUILTIN_PROCESSORS)
+def installed_processors(watermark_key: WatermarkKey | None = None) -> Registry:
+    """Return a new registry of the built-in processors.
+
+    Args:
+        watermark_key: the key of the watermarks; None: requests for them are refused.
+    """
+    registry = Registry(BUILTIN_PROCESSORS)
+    add_watermarks(registry, watermark_key)
+    return registry
+
+
+def add_watermarks(registry: Registry, key: WatermarkKey | None) -> None:
+    """Let the watermarks of a registry mark with a key."""
+    registry.add(
+        WatermarkKgwLogitsProcessor.name, WatermarkKgwLogitsProcessor, partial(WatermarkKgwLogitsProcessor, key)
+    )
+    registry.add(
+        WatermarkSynthidLogitsProcessor.name,
+        WatermarkSynthidLogitsProcessor,
+        partial(WatermarkSynthidLogitsProcessor, key),
+    )

@@ -1,4 +1,4 @@
-"""The command line: `logitship serve`, `logitship check`, `logitship dev`, `logitship demo` and `logitship doctor`."""
+"""The command line: `logitship serve`, `check`, `dev`, `demo`, `detect-watermark` and `doctor`."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ from logitship.server.dev.dev_command import add_arguments as add_dev_arguments
 from logitship.server.dev.dev_command import run_command as run_dev_command
 
 from .config import ServerConfig, setting_types
+from .detect_watermark import add_arguments as add_detect_arguments
+from .detect_watermark import run_command as run_detect_command
 from .doctor import DIAGNOSES, run_doctor_command
 from .flags import FLAG_OF_FIELD, FLAGS, Flag
 from .refusals import StartError
@@ -62,6 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_check_command(options)
     if command == "dev":
         return run_dev_command(options)
+    if command == "detect-watermark":
+        return run_detect_command(options)
     try:
         config = ServerConfig(**{name: _as_tuple(value) for name, value in options.items()})
     except ValueError as error:
@@ -156,6 +160,9 @@ _CHECK_FIELDS = (
 _DEV_FIELDS = ("model_path", "tokenizer_path", "dtype", "device", "trust_remote_code")
 """Server settings that `logitship dev` takes."""
 
+_DETECT_FIELDS = ("watermark_key_file", "model_path", "tokenizer_path", "trust_remote_code")
+"""Server settings that `logitship detect-watermark` takes."""
+
 _DEMO_FIELDS = ("model_path", "processor_isolation")
 """Server settings that `logitship demo` takes."""
 
@@ -212,6 +219,7 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("check", help="test a processor class the way a server runs it")
     dev = commands.add_parser("dev", help="run a processor class on a prompt each time its file is saved")
     demo = commands.add_parser("demo", help="ship two processors to a local server and show what they do")
+    detect = commands.add_parser("detect-watermark", help="tell whether a text has the operator's watermark")
     doctor = commands.add_parser(
         "doctor",
         help="tell how this machine protects sandboxes, or what a running SGLang or vLLM server does with processors",
@@ -243,6 +251,9 @@ def _parser() -> argparse.ArgumentParser:
     add_dev_arguments(dev)
     for field in _DEV_FIELDS:
         _add_flag(dev, FLAG_OF_FIELD[field])
+    add_detect_arguments(detect)
+    for field in _DETECT_FIELDS:
+        _add_flag(detect, FLAG_OF_FIELD[field])
     for field in _DEMO_FIELDS:
         _add_flag(demo, FLAG_OF_FIELD[field])
     return parser

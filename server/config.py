@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from logitship.sampler.sampling_params import LogprobsMode
 
@@ -15,6 +15,9 @@ from .allowed_hosts import ANY, check_allowed_host, check_allowed_origin, is_loo
 from .allowed_processors import read_allowed_digests, read_digests
 from .logs import LogFormat
 from .reasoning_config import ReasoningStrings, read_reasoning_config
+
+if TYPE_CHECKING:  # it needs torch, which the client alone does not have
+    from logitship.builtin_processors.watermarks.watermark_key import WatermarkKey
 
 _SANDBOX_TIMES = (
     "sandbox_cpu_time",
@@ -95,6 +98,8 @@ class ServerConfig:
     """A file with a token tree that every request follows; looked up in the model's folder first."""
     tree: Sequence[str] = ()
     """Token trees that requests can select by name, each as `NAME=FILE`, see `named_trees`."""
+    watermark_key_file: str | None = None
+    """A file with the secret of the watermarks, see `watermark_key`. None: requests for a watermark are refused."""
     max_processor_size: int = 1 << 20
     """Maximum size of a processor string, in bytes."""
     processor_cache_entries: int = 256
@@ -199,6 +204,15 @@ class ServerConfig:
         return None if self.allow_processor is None else read_allowed_digests(self.allow_processor)
 
     @cached_property
+    def watermark_key(self) -> WatermarkKey | None:
+        """Key in the file `watermark_key_file`, read once at construction. None: no such file is configured."""
+        if self.watermark_key_file is None:
+            return None
+        from logitship.builtin_processors.watermarks.watermark_key import WatermarkKey
+
+        return WatermarkKey.read(self.watermark_key_file)
+
+    @cached_property
     def reasoning_strings(self) -> ReasoningStrings | None:
         """Parsed `reasoning_config`."""
         return None if self.reasoning_config is None else read_reasoning_config(self.reasoning_config)
@@ -224,6 +238,7 @@ class ServerConfig:
         self.named_trees  # noqa: B018  # report errors before the model is loaded
         self._check_numbers()
         self._check_keys()
+        self.watermark_key  # noqa: B018  # report errors before the model is loaded
         for pattern in self.allowed_host:
             check_allowed_host(pattern)
         for origin in self.allowed_origin:

@@ -126,6 +126,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
             metavar="FILE",
         ),
         Flag(("--tree",), "token trees that requests can select by name", metavar="NAME=FILE"),
+        Flag(
+            ("--watermark-key-file",),
+            "file with the secret of the watermarks, without which requests for one are refused",
+            metavar="FILE",
+        ),
         Flag(("--max-processor-size",), "maximum size of a processor string, in bytes"),
         Flag(
             ("--processor-cache-entries",), "maximum number of shipped processors kept loaded, and of registered ones"

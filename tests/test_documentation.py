@@ -67,7 +67,12 @@ NOT_RUN = {
     ],
     "deterministic.md": ["logitship serve --enable-deterministic-inference"],
     "speculative-decoding.md": ["logitship serve --speculative-algorithm NGRAM"],
-    "builtin-processors.md": ["logitship serve --tree cities=cities.json products=products.json"],
+    "builtin-processors.md": [
+        "logitship serve --tree cities=cities.json products=products.json",
+        "head -c 32 /dev/urandom | base64 > watermark.key && chmod 600 watermark.key\n"
+        "logitship serve --watermark-key-file watermark.key",
+        """logitship detect-watermark answer.txt --watermark-key-file watermark.key --params '{"bias": 2.5}'""",
+    ],
     "sampling.md": [
         "logitship serve --model Qwen/Qwen3-0.6B \\\n"
         """  --reasoning-config '{"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"}'""",

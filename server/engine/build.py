@@ -79,7 +79,7 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
     _limit_threads()
     # Before the model, which takes long: a misspelled name should fail at once.
     plugins = load_batch_processors(config)
-    registry = make_registry(plugins, load_trees(config))
+    registry = make_registry(plugins, load_trees(config), config.watermark_key)
     thread, zygote = EngineThread(), None
     try:
         zygote = start_zygote(config)  # starts while the model is loaded: both take seconds

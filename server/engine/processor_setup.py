@@ -18,6 +18,7 @@ from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.builtin_processors.thinking_token_budget import ReasoningMarkers
 from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
+from logitship.builtin_processors.watermarks.watermark_key import WatermarkKey
 from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.sampler.batch_processors.plugins import Plugin, PluginLoadError, load_plugins
 from logitship.sampler.batch_processors.vllm_config import ReasoningConfig
@@ -62,9 +63,11 @@ def load_batch_processors(config: ServerConfig) -> list[Plugin]:
     return plugins
 
 
-def make_registry(plugins: list[Plugin], trees: Mapping[str, TokenTree]) -> Registry:
+def make_registry(
+    plugins: list[Plugin], trees: Mapping[str, TokenTree], watermark_key: WatermarkKey | None = None
+) -> Registry:
     """Return the installed processors: the built-in ones, and the `CustomLogitProcessor`s among the plugins."""
-    registry = installed_processors()
+    registry = installed_processors(watermark_key)
     registry.add(TreeLogitsProcessor.name, TreeLogitsProcessor, partial(TreeLogitsProcessor, trees))
     for plugin in plugins:
         if plugin.is_custom_logit_processor:

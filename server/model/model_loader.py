@@ -19,7 +19,7 @@ from logitship.server.config import ServerConfig
 from logitship.server.tokenizer import Tokenizer
 
 from .memory_check import outline_of, require_memory
-from .model_source import ModelLoadError, find_device, find_model
+from .model_source import ModelLoadError, ModelSource, find_device, find_model
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +54,7 @@ def load_model(config: ServerConfig) -> LoadedModel:
     device = find_device(config.device)
     model_name = f"model {config.model_path!r}"
     source = find_model(config.model_path, config.trust_remote_code)
-    tokenizer_source = source
-    if config.tokenizer_path:
-        tokenizer_source = find_model(config.tokenizer_path, config.trust_remote_code, "tokenizer")
-    logger.info("loading the model %s", config.model_path)
-    with _load_errors(f"tokenizer {config.tokenizer_path!r}" if config.tokenizer_path else model_name):
-        hf_tokenizer = AutoTokenizer.from_pretrained(tokenizer_source.name, **tokenizer_source.options)
+    hf_tokenizer = _load_tokenizer(config, source)
     with _load_errors(model_name):
         hf_config = AutoConfig.from_pretrained(source.name, **source.options)
         dtype = _dtype(config, hf_config, device)
@@ -88,6 +83,33 @@ def load_model(config: ServerConfig) -> LoadedModel:
         vocab_size=text_config.vocab_size,
         max_len=getattr(text_config, "max_position_embeddings", None) or 4096,
     )
+
+
+def load_vocabulary(config: ServerConfig) -> tuple[Tokenizer, int]:
+    """Load the tokenizer of the model that `config` names, without the model.
+
+    Returns:
+        The tokenizer, and the number of columns of the model's logits.
+
+    Raises:
+        ModelLoadError: as `load_model`.
+        ModelFetchError: as `load_model`.
+    """
+    source = find_model(config.model_path, config.trust_remote_code)
+    hf_tokenizer = _load_tokenizer(config, source)
+    with _load_errors(f"model {config.model_path!r}"):
+        hf_config = AutoConfig.from_pretrained(source.name, **source.options)
+    return Tokenizer(hf_tokenizer), hf_config.get_text_config().vocab_size
+
+
+def _load_tokenizer(config: ServerConfig, source: ModelSource) -> Any:
+    name = f"model {config.model_path!r}"
+    if config.tokenizer_path:
+        source = find_model(config.tokenizer_path, config.trust_remote_code, "tokenizer")
+        name = f"tokenizer {config.tokenizer_path!r}"
+    logger.info("loading the model %s", config.model_path)
+    with _load_errors(name):
+        return AutoTokenizer.from_pretrained(source.name, **source.options)
 
 
 @contextmanager

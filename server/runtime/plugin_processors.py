@@ -405,7 +405,7 @@ class PluginProcessors:
             prepared = self._loader.prepare(processor, request.params, own=request.own, tenant=tenant)
         except InvalidParams as error:
             self._loader.release(processor)
-            raise ValueError(f"parameters of {processor.name}: {error}") from None
+            raise ValueError(f"parameters of {processor.name}: {self._settings.in_own_words(str(error))}") from None
         except BaseException:  # cleanup, then re-raised
             self._loader.release(processor)
             raise

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
+from logitship.builtin_processors.watermarks.watermark_key import WatermarkKey
 from logitship.server.allowed_processors import read_allowed_digests
 from logitship.server.config import ServerConfig
 
@@ -59,6 +60,8 @@ class PluginSettings:
     """A file that gets a line for each request with processors that ends, see `AuditLog`. None: no file."""
     tree: Mapping[str, str] | None = None
     """Trees that requests can name: name → file. In the environment `NAME=FILE`, several separated by commas."""
+    watermark_key_file: str | None = None
+    """A file with the secret of the watermarks. None: requests for a watermark are refused."""
 
     @classmethod
     def from_environment(cls: type[SettingsT], environment: Mapping[str, str] = os.environ) -> SettingsT:
@@ -82,7 +85,9 @@ class PluginSettings:
                 shown = "" if name in cls.secrets else f", not {text!r}"
                 raise ValueError(f"{variable}: {error}{shown}") from None
         settings = cls(**values)
-        settings.allowed_digests  # noqa: B018  # reads the file now, so that its errors show at start
+        # Read the files now, so that their errors show at start.
+        settings.allowed_digests  # noqa: B018
+        settings.watermark_key  # noqa: B018
         return settings
 
     @property
@@ -131,6 +136,16 @@ class PluginSettings:
             return read_allowed_digests(self.allow_processor)
         except ValueError as error:
             raise ValueError(f"{self.prefix}ALLOW_PROCESSOR: {error}") from None
+
+    @cached_property
+    def watermark_key(self) -> WatermarkKey | None:
+        """The key in the file `watermark_key_file`; None: no file is set."""
+        if self.watermark_key_file is None:
+            return None
+        try:
+            return WatermarkKey.read(self.watermark_key_file)
+        except ValueError as error:
+            raise ValueError(f"{self.prefix}WATERMARK_KEY_FILE: {error}") from None
 
 
 def read_switch(text: str) -> bool:
@@ -200,4 +215,5 @@ SHARED_READERS: Mapping[str, Callable[[str], Any]] = {
     "allow_processor": str,
     "audit_log": str,
     "tree": _trees,
+    "watermark_key_file": str,
 }

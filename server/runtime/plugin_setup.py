@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from logitship.builtin_processors.grammar import GrammarProcessor
-from logitship.builtin_processors.registry import BUILTIN_PROCESSORS, Registry
+from logitship.builtin_processors.registry import BUILTIN_PROCESSORS, Registry, add_watermarks
 from logitship.builtin_processors.sglang_names import SGLANG_NAMES
 from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
@@ -139,6 +139,7 @@ def _registry(settings: PluginSettings) -> Registry:
         ValueError: a tree in the settings cannot be read.
     """
     registry = Registry(processor for processor in BUILTIN_PROCESSORS if processor is not GrammarProcessor)
+    add_watermarks(registry, settings.watermark_key)
     trees = {name: _tree(file, settings.prefix) for name, file in (settings.tree or {}).items()}
     registry.add(TreeLogitsProcessor.name, TreeLogitsProcessor, partial(TreeLogitsProcessor, trees))
     return registry

@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from logitship.sampler.processors.request_view import ModelView
+from logitship.sampler.sampling_params import SamplingParams
+from tests.helpers.watermarks import WATERMARK_KEY
 from tests.helpers.zoo import recorded_tokenizers
 
 ReadLogits = Callable[[Any], torch.Tensor]
@@ -38,6 +40,7 @@ def make_row() -> Callable[..., dict[str, Any]]:
         vocab_size: int = 100,
         eos_token_ids: frozenset[int] = frozenset(),
         tokenizer: Any = None,
+        sampling_params: SamplingParams | None = None,
     ) -> dict[str, Any]:
         request = SimpleNamespace(
             rid="r",
@@ -47,6 +50,7 @@ def make_row() -> Callable[..., dict[str, Any]]:
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             tokenizer=tokenizer,
+            sampling_params=sampling_params or SamplingParams(),
         )
         return {**params, "__req__": request}
 
@@ -106,6 +110,14 @@ def recorded_logits() -> Callable[[Any], torch.Tensor]:
         return logits
 
     return read
+
+
+@pytest.fixture(scope="session")
+def watermark_key_file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A file with the secret of `WATERMARK_KEY`."""
+    file = tmp_path_factory.mktemp("watermarks") / "key"
+    file.write_bytes(WATERMARK_KEY.secret)
+    return str(file)
 
 
 @pytest.fixture(scope="session")

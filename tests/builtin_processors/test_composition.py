@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from logitship.builtin_processors import ThinkingBudgetLogitProcessor, installed_processors
+from logitship.builtin_processors import ThinkingBudgetLogitProcessor
 from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
 from logitship.sampler.allowed_tokens import AllowedTokens
@@ -30,6 +30,7 @@ from logitship.sampler.row_errors import NoTokenLeftError
 from logitship.sampler.sampler import Sampler
 from logitship.sampler.sampling_params import SamplingParams
 from tests.helpers.random_cases import random_seeds
+from tests.helpers.watermarks import installed_processors
 
 Params = dict[str, Any]
 MakeRow = Callable[..., Params]

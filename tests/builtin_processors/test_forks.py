@@ -21,7 +21,6 @@ from logitship.builtin_processors.parameter_processors import (
     MinTokensLogitsProcessor,
 )
 from logitship.builtin_processors.parts.state_history import StateHistory
-from logitship.builtin_processors.registry import installed_processors
 from logitship.builtin_processors.think_mode import StrictThinkModeLogitsProcessor
 from logitship.builtin_processors.thinking_budget import ThinkingBudgetLogitProcessor
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
@@ -34,6 +33,7 @@ from logitship.sampler.processors.request_view import ModelView
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.tokenizer import Tokenizer
 from tests.builtin_processors.conftest import ReadLogits
+from tests.helpers.watermarks import installed_processors
 
 MODEL = ModelView(4, frozenset(), None)
 

@@ -12,12 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from logitship.builtin_processors import (
-    GrammarProcessor,
-    ThinkingBudgetLogitProcessor,
-    TreeLogitsProcessor,
-    installed_processors,
-)
+from logitship.builtin_processors import GrammarProcessor, ThinkingBudgetLogitProcessor, TreeLogitsProcessor
 from logitship.builtin_processors import grammar as grammar_module
 from logitship.builtin_processors.no_repeat_ngram import NGramIndex
 from logitship.builtin_processors.parts.text_tokens import MAX_TEXT_TOKENS
@@ -29,6 +24,7 @@ from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.engine.async_engine import AsyncEngine
 from logitship.server.requests.messages import GenerationChunk, GenerationRequest, ProcessorRequest
 from logitship.server.tokenizer import Tokenizer
+from tests.helpers.watermarks import installed_processors
 
 Params = dict[str, Any]
 
@@ -219,6 +215,10 @@ EXTREME: list[tuple[str, Params]] = [
     ("thinking_budget", {"thinking_budget": 0, "start": "h", "end": [70] * MAX_TEXT_TOKENS, "newline": "zz"}),
     ("tree", {"tree": {"prefix_dict": {"225": list(range(100_000)), "2255": []}, "sep": ""}}),
     ("tree", {"tree": {"prefix_dict": {"225": []}, "end_token_id": -1}}),
+    ("watermark_kgw", {"greenlist_ratio": 1e-300, "bias": 100.0, "context_width": 16}),
+    ("watermark_kgw", {"greenlist_ratio": 1 - 2**-53, "bias": 100.0, "seeding_scheme": "lefthash"}),
+    ("watermark_synthid", {"ngram_len": 16, "depth": 64, "context_history_size": HUGE, "candidates": 4096}),
+    ("watermark_synthid", {"ngram_len": 2, "depth": 1, "context_history_size": 0, "candidates": 1}),
     ("trigger_phrase", {"phrase": "a", "trigger_time": 1e-300, "trigger_count": 10**9}),
     ("trigger_phrase", {"phrase": "a", "trigger_token_phrase": "a", "trigger_count": 0, "trigger_after": True}),
 ]
@@ -271,9 +271,11 @@ def assert_no_processor_failed(ends: list[GenerationChunk], n: int = 1) -> None:
         assert reason.kind == "length" or (reason.error and reason.error.type == "NoTokenLeftError"), reason
 
 
-def test_extremes_do_not_affect_other_requests(make_engine: Callable[..., AsyncEngine]) -> None:
+def test_extremes_do_not_affect_other_requests(
+    make_engine: Callable[..., AsyncEngine], watermark_key_file: str
+) -> None:
     """All extremes in the same steps, and a request without processors."""
-    engine = make_engine(max_num_seqs=32)
+    engine = make_engine(max_num_seqs=32, watermark_key_file=watermark_key_file)
     alone = [tokens for tokens, _ in run_all(engine, request("plain"))]
     wanted = [request(f"{place}", use(*extreme), n=2) for place, extreme in enumerate(EXTREME)]
     outcomes = run_all(engine, *wanted, request("other"))
@@ -285,12 +287,12 @@ def test_extremes_do_not_affect_other_requests(make_engine: Callable[..., AsyncE
 
 
 @pytest.mark.slow
-def test_all_extremes_in_one_request(make_engine: Callable[..., AsyncEngine]) -> None:
-    engine = make_engine()
+def test_all_extremes_in_one_request(make_engine: Callable[..., AsyncEngine], watermark_key_file: str) -> None:
+    engine = make_engine(watermark_key_file=watermark_key_file)
     masks = [use(*extreme) for extreme in EXTREME if CLASSES[extreme[0]].is_mask]
     others = [use(*extreme) for extreme in EXTREME if not CLASSES[extreme[0]].is_mask]
     (without, ends), (_, ends_of_all), (other, _) = run_all(
-        engine, request("without masks", *others * 4), request("all", *masks, *others, *masks), request("other")
+        engine, request("without masks", *others * 3), request("all", *masks, *others, *masks), request("other")
     )
     assert_no_processor_failed([*ends, *ends_of_all], n=2)
     assert (len(without), len(other)) == (12, 12)

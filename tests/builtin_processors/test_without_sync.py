@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from logitship.builtin_processors import ThinkingBudgetLogitProcessor, installed_processors
+from logitship.builtin_processors import ThinkingBudgetLogitProcessor
 from logitship.builtin_processors.parameter_processors import (
     LogitBiasLogitsProcessor,
     MinPLogitsProcessor,
@@ -22,6 +22,7 @@ from logitship.sampler.batch_processors.vllm_config import ReasoningConfig, Sche
 from logitship.sampler.sampling_params import SamplingParams
 from logitship.server.tokenizer import Tokenizer
 from tests.helpers.other_device import DEVICE, OtherDevice, other_device
+from tests.helpers.watermarks import installed_processors
 
 CPU = torch.device("cpu")
 VOCAB_SIZE = 50

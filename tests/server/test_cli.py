@@ -57,6 +57,8 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
     default = getattr(ServerConfig(), field)
     allowed = tmp_path / "allowed"
     allowed.touch()
+    key = tmp_path / "key"
+    key.write_text("a secret of the tests")
     also = {"enable_custom_logit_processor": True} if field == "shipping_api_key" else {}
     written: list[str] = {
         "dtype": ["bfloat16"],
@@ -74,6 +76,7 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
         "allow_processor": [str(allowed)],
         "allowed_origin": ["https://app.example.org"],
         "tree": ["cities=cities.json"],
+        "watermark_key_file": [str(key)],
         "reasoning_config": ['{"reasoning_parser": "qwen3"}'],
     }.get(field) or ([] if default is False else [OTHER_VALUES.get(type(default), "other")])
     assert cli.main(["serve", flag, *written, *("--enable-custom-logit-processor" for _ in also)]) == 0
@@ -185,6 +188,7 @@ def test_empty_key_in_the_environment(
         (["serve", "--tree", "a="], "tree: expected NAME=FILE"),
         (["serve", "--tree", "a=1", "a=2"], "tree: two trees are named 'a'"),
         (["serve", "--tree", "a=1", "--tree-decode-config", "a"], "tree: two trees are named 'a'"),
+        (["serve", "--watermark-key-file", "./nowhere"], "watermark_key_file: ./nowhere cannot be read: No such file"),
         (["serve", "--host", "0.0.0.0", "--enable-custom-logit-processor"], "permit it with --allow-anonymous-code"),
         (["serve", "--allowed-origin", "app.example.org"], "allowed_origin: expected SCHEME://HOST"),
         (["fly"], "invalid choice: 'fly'"),

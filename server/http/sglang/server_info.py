@@ -19,7 +19,7 @@ from logitship.server.schemas.sglang_response_schemas import InternalState, Mode
 
 from .generate_route import WEIGHT_VERSION
 
-_SECRETS = ("api_key", "shipping_api_key", "metrics_api_key")
+_SECRETS = ("api_key", "shipping_api_key", "metrics_api_key", "watermark_key_file")
 
 
 def model_info_of(engine: AsyncEngine) -> ModelInfoResponse:
@@ -44,7 +44,7 @@ def model_info_of(engine: AsyncEngine) -> ModelInfoResponse:
 
 
 def server_info_of(engine: AsyncEngine) -> dict[str, Any]:
-    """Describe the model, the state, and the settings except API keys."""
+    """Describe the model, the state, and the settings except API keys and the watermark key's file."""
     settings = asdict(engine.config)
     for name in _SECRETS:
         del settings[name]

@@ -12,6 +12,8 @@ from logitship.builtin_processors.base import BuiltinProcessor
 from logitship.builtin_processors.grammar import GrammarProcessor
 from logitship.builtin_processors.registry import BUILTIN_PROCESSORS
 from logitship.builtin_processors.tree import TreeLogitsProcessor
+from logitship.builtin_processors.watermark_kgw import WatermarkKgwLogitsProcessor
+from logitship.builtin_processors.watermark_synthid import WatermarkSynthidLogitsProcessor
 from logitship.client.check_report import Severity, Verdict
 from logitship.server.check.check_options import CHECKS, CheckOptions, UsageError
 from logitship.server.check.run import run_check
@@ -19,7 +21,12 @@ from logitship.server.config import ServerConfig
 from logitship.server.model.model_loader import LoadedModel
 from tests.server.check.conftest import Check
 
-MADE_BY_THE_SERVER = (GrammarProcessor, TreeLogitsProcessor)
+MADE_BY_THE_SERVER = (
+    GrammarProcessor,
+    TreeLogitsProcessor,
+    WatermarkKgwLogitsProcessor,
+    WatermarkSynthidLogitsProcessor,
+)
 """These need objects that a server makes, and are only requested by name."""
 
 

@@ -15,7 +15,7 @@ from transformers import GenerationConfig
 from transformers.utils.logging import enable_progress_bar
 
 from logitship.server.config import ServerConfig
-from logitship.server.model.model_loader import LoadedModel, ModelLoadError, load_model
+from logitship.server.model.model_loader import LoadedModel, ModelLoadError, load_model, load_vocabulary
 
 PROMPT = [10, 20, 30, 40]
 
@@ -111,6 +111,16 @@ def test_gguf_file(gguf_file: Path, float32_model: LoadedModel) -> None:
     assert loaded.tokenizer.encode("héé") == float32_model.tokenizer.encode("héé")
     messages = [{"role": "user", "content": "hi"}]
     assert loaded.tokenizer.apply_chat_template(messages) == float32_model.tokenizer.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("kind", ["folder", "gguf_file"])
+def test_vocabulary_alone(kind: str, request: pytest.FixtureRequest, float32_model: LoadedModel) -> None:
+    path: Path = request.getfixturevalue(kind)
+    tokenizer, vocab_size = load_vocabulary(ServerConfig(model_path=str(path)))
+    assert vocab_size == float32_model.vocab_size
+    assert tokenizer.encode("hello") == float32_model.tokenizer.encode("hello")
+    with pytest.raises(ModelLoadError, match="there is no folder '/does/not/exist'"):
+        load_vocabulary(ServerConfig(model_path="/does/not/exist"))
 
 
 def test_end_tokens_of_the_generation_config(folder: Path) -> None:

@@ -150,6 +150,17 @@ def test_missing_tree_file(front_end: InputProcessor, vllm_params: MakeParams, m
         front_end.admit(vllm_params({"custom_logit_processor": '{"name": "tree"}'}))
 
 
+def test_watermark_has_the_key_of_the_settings(
+    front_end: InputProcessor, vllm_params: MakeParams, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    marked = {"custom_logit_processor": '{"name": "watermark_kgw"}'}
+    with pytest.raises(ValueError, match="its operator sets one with LOGITSHIP_VLLM_WATERMARK_KEY_FILE"):
+        front_end.admit(vllm_params(marked))
+    (tmp_path / "key").write_text("a secret of the tests")
+    monkeypatch.setenv("LOGITSHIP_VLLM_WATERMARK_KEY_FILE", str(tmp_path / "key"))
+    InputProcessor().admit(vllm_params(marked))
+
+
 def test_each_model_has_its_own_front_end(
     front_end: InputProcessor, vllm_params: MakeParams, processor_string: str
 ) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from logitship.builtin_processors import WatermarkKey
 from logitship.server.config import ServerConfig
 from logitship.server.vllm.settings import VllmSettings
 
@@ -34,6 +35,7 @@ def test_defaults_agree_with_the_server_and_the_sandbox() -> None:
 def test_every_variable_is_read(tmp_path: Path) -> None:
     digest = f"sha256:{'a' * 64}"
     (tmp_path / "allowed").write_text(digest)
+    (tmp_path / "key").write_text("a secret of the tests")
     settings = VllmSettings.from_environment(
         {
             "LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR": "True",
@@ -46,6 +48,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "LOGITSHIP_VLLM_SANDBOX_FIRST_STEP_TIMEOUT": "3",
             "LOGITSHIP_VLLM_SANDBOX_LOAD_TIMEOUT": " 2 ",
             "LOGITSHIP_VLLM_ALLOW_PROCESSOR": str(tmp_path / "allowed"),
+            "LOGITSHIP_VLLM_WATERMARK_KEY_FILE": str(tmp_path / "key"),
             "LOGITSHIP_VLLM_TREE": "a=/x.json, b=/y=z.json",
             "LOGITSHIP_VLLM_TENANT_HEADER": "x-tenant",
             "LOGITSHIP_VLLM_NUM_TENANTS": "3",
@@ -62,11 +65,13 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         sandbox_first_step_timeout=3.0,
         sandbox_load_timeout=2.0,
         allow_processor=str(tmp_path / "allowed"),
+        watermark_key_file=str(tmp_path / "key"),
         tree={"a": "/x.json", "b": "/y=z.json"},
         tenant_header="x-tenant",
         num_tenants=3,
     )
     assert settings.allowed_digests == {digest}
+    assert settings.watermark_key == WatermarkKey(b"a secret of the tests")
 
 
 @pytest.mark.parametrize(
@@ -82,6 +87,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         ("TREE", "a", "NAME=FILE"),
         ("TREE", "a=x,a=y", "each name once"),
         ("ALLOW_PROCESSOR", "/does/not/exist", "cannot be read"),
+        ("WATERMARK_KEY_FILE", "/does/not/exist", "cannot be read"),
         ("STEP_TIMEOUT", "1", "no such setting"),
     ],
 )

@@ -1,0 +1,1 @@
+"""The pseudorandom functions of the watermarks, and their detection."""
