@@ -13,6 +13,7 @@ from logitship.sampler.sampling_params import LogprobsMode
 
 from .allowed_hosts import ANY, check_allowed_host, check_allowed_origin, is_loopback
 from .allowed_processors import read_allowed_digests, read_digests
+from .default_processors import DefaultProcessor, read_default_processors
 from .logs import LogFormat
 from .reasoning_config import ReasoningStrings, read_reasoning_config
 
@@ -98,6 +99,8 @@ class ServerConfig:
     """A file with a token tree that every request follows; looked up in the model's folder first."""
     tree: Sequence[str] = ()
     """Token trees that requests can select by name, each as `NAME=FILE`, see `named_trees`."""
+    default_processor: Sequence[str] = ()
+    """Processors of every request, which run after its own, see `read_default_processors`."""
     watermark_key_file: str | None = None
     """A file with the secret of the watermarks, see `watermark_key`. None: requests for a watermark are refused."""
     max_processor_size: int = 1 << 20
@@ -204,6 +207,16 @@ class ServerConfig:
         return None if self.allow_processor is None else read_allowed_digests(self.allow_processor)
 
     @cached_property
+    def default_processors(self) -> tuple[DefaultProcessor, ...]:
+        """Parsed `default_processor`, with what is in its files, read once at construction."""
+        return read_default_processors(self.default_processor)
+
+    @property
+    def runs_shipped_code(self) -> bool:
+        """True if shipped code may run: that of clients, or the operator's own of `default_processor`."""
+        return self.enable_custom_logit_processor or any(each.is_shipped for each in self.default_processors)
+
+    @cached_property
     def watermark_key(self) -> WatermarkKey | None:
         """Key in the file `watermark_key_file`, read once at construction. None: no such file is configured."""
         if self.watermark_key_file is None:
@@ -231,13 +244,22 @@ class ServerConfig:
         return trees
 
     def __post_init__(self) -> None:
-        for name in ("api_key", "shipping_api_key", "metrics_api_key", "tree", "allowed_host", "allowed_origin"):
+        for name in (
+            "api_key",
+            "shipping_api_key",
+            "metrics_api_key",
+            "tree",
+            "default_processor",
+            "allowed_host",
+            "allowed_origin",
+        ):
             given = getattr(self, name)
             object.__setattr__(self, name, (given,) if isinstance(given, str) else tuple(given))
         self._check_choices()
         self.named_trees  # noqa: B018  # report errors before the model is loaded
         self._check_numbers()
         self._check_keys()
+        self.default_processors  # noqa: B018  # report errors before the model is loaded
         self.watermark_key  # noqa: B018  # report errors before the model is loaded
         for pattern in self.allowed_host:
             check_allowed_host(pattern)

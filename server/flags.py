@@ -127,6 +127,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         ),
         Flag(("--tree",), "token trees that requests can select by name", metavar="NAME=FILE"),
         Flag(
+            ("--default-processor",),
+            "processor of every request: an installed one with parameters in JSON, or @FILE with a class",
+            metavar="NAME={…}",
+        ),
+        Flag(
             ("--watermark-key-file",),
             "file with the secret of the watermarks, without which requests for one are refused",
             metavar="FILE",

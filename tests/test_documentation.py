@@ -70,7 +70,7 @@ NOT_RUN = {
     "builtin-processors.md": [
         "logitship serve --tree cities=cities.json products=products.json",
         "head -c 32 /dev/urandom | base64 > watermark.key && chmod 600 watermark.key\n"
-        "logitship serve --watermark-key-file watermark.key",
+        """logitship serve --watermark-key-file watermark.key --default-processor 'watermark_kgw={"bias": 2.5}'""",
         """logitship detect-watermark answer.txt --watermark-key-file watermark.key --params '{"bias": 2.5}'""",
     ],
     "sampling.md": [
@@ -80,6 +80,8 @@ NOT_RUN = {
     "server.md": [
         "export LOGITSHIP_API_KEY=first-key,second-key LOGITSHIP_SHIPPING_API_KEY=third-key\n"
         "logitship serve --enable-custom-logit-processor",
+        """logitship serve --default-processor 'disallowed_tokens={"token_ids": [30]}' """
+        "--default-processor Lipogram=@lipogram.json",
     ],
     "writing-processors.md": [
         """logitship dev lipogram.py --prompt "Name the seasons." --params '{"letter": "e"}'""",

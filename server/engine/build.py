@@ -28,10 +28,12 @@ from logitship.server.model.model_loader import LoadedModel, load_model
 from logitship.server.model.model_runner import CoreBinding, ModelRunner
 from logitship.server.model.reasoning_markers import resolve_reasoning_config
 from logitship.server.model.step_cost import measure_passes, measure_step_cost
+from logitship.server.processors.processor_policies import attached_to_all, check_attached
 from logitship.server.processors.request_processors import RequestProcessors
-from logitship.server.processors.tree_files import attached_to_all, load_trees
+from logitship.server.processors.tree_files import load_trees
 from logitship.server.requests.body_limits import QueuedBytes
 from logitship.server.requests.fair_pool import FairPool, pool_threads
+from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.requests.sequence import Sequence
 from logitship.server.speculation.forced_runs import ForcedRuns
 from logitship.server.speculation.ngram_speculation import NGramSpeculation
@@ -80,13 +82,14 @@ def build_engine(config: ServerConfig, loaded: LoadedModel | None = None) -> Asy
     # Before the model, which takes long: a misspelled name should fail at once.
     plugins = load_batch_processors(config)
     registry = make_registry(plugins, load_trees(config), config.watermark_key)
+    attached = attached_to_all(config)
     thread, zygote = EngineThread(), None
     try:
         zygote = start_zygote(config)  # starts while the model is loaded: both take seconds
         cores = thread.call(CoreBinding)  # before anything else: it observes the worker threads as they are created
         model = loaded or thread.call(lambda: load_model(config))
         executor = make_executor(config, model, zygote)
-        return thread.call(lambda: _build(config, model, plugins, registry, executor, thread, cores))
+        return thread.call(lambda: _build(config, model, plugins, registry, attached, executor, thread, cores))
     except BaseException:  # cleanup, then re-raised
         thread.stop(timeout=0)
         if zygote is not None:
@@ -109,6 +112,7 @@ def _build(
     loaded: LoadedModel,
     plugins: list[Plugin],
     registry: Registry,
+    attached: tuple[ProcessorRequest, ...],
     executor: ProcessorExecutor,
     thread: EngineThread,
     cores: CoreBinding,
@@ -119,8 +123,9 @@ def _build(
     free = free_bytes(config, loaded.model)  # once: the slots' cache must not reduce the prefix cache
     model = _model_info(config, loaded, free)
     blocked = None if config.blocked_digests is None else BlockedProcessors(config.blocked_digests)
-    library = make_library(config, loaded, registry, executor, blocked)
+    library = make_library(config, loaded, registry, executor, blocked, attached)
     create_installed(plugins, library)
+    check_attached(attached, library)
     metrics = EngineMetrics(model, library.installed_digests, MAX_NAMES if config.names_in_metrics else 0)
     clock = StepClock()
     pool = FairPool(pool_threads(), config.max_sequences_per_tenant, "logitship-work")
@@ -172,7 +177,7 @@ def _build(
         shares=shares,
         grammar=grammar,
         plugins=plugins,
-        attached_to_all=attached_to_all(config),
+        attached_to_all=attached,
         sandboxes=executor if isinstance(executor, SandboxExecutor) else None,
         blocked=blocked,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,10 +36,12 @@ from logitship.server.processors.callable_library import CallableLibrary
 from logitship.server.processors.load_queue import LoadBudget, LoadQueue, load_rate
 from logitship.server.processors.params_checker import ParamsChecker
 from logitship.server.processors.processor_library import ProcessorLibrary
+from logitship.server.processors.processor_policies import digests_of_defaults
 from logitship.server.processors.registered_processors import RegisteredProcessors
 from logitship.server.processors.sandboxes import new_zygote, sandbox_executor
 from logitship.server.rate_limits import RateLimit
 from logitship.server.refusals import SHIPPING_IS_OFF, StartError
+from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.vllm_names import enable_vllm_names
 
 logger = logging.getLogger(__name__)
@@ -88,7 +90,7 @@ def add_grammar(
 
 def start_zygote(config: ServerConfig) -> ZygoteProcess | None:
     """Start the zygote of the sandboxes; None if the configuration has none."""
-    if not config.enable_custom_logit_processor or config.processor_isolation == "none":
+    if not config.runs_shipped_code or config.processor_isolation == "none":
         return None
     zygote = new_zygote(config, config.max_num_seqs, background_cores(torch.get_num_threads()))
     zygote.start()
@@ -101,7 +103,7 @@ def make_executor(config: ServerConfig, loaded: LoadedModel, zygote: ZygoteProce
     Raises:
         StartError: the system cannot protect sandboxes.
     """
-    if not config.enable_custom_logit_processor:
+    if not config.runs_shipped_code:
         return DisabledExecutor(SHIPPING_IS_OFF)
     if zygote is None:
         return InProcessExecutor(SGLANG_NAMES, model_view(loaded))
@@ -117,8 +119,12 @@ def make_library(
     registry: Registry,
     executor: ProcessorExecutor,
     blocked: BlockedProcessors | None,
+    attached: Sequence[ProcessorRequest] = (),
 ) -> ProcessorLibrary:
-    """Return the library that loads requests' processors; `executor` runs the shipped ones."""
+    """Return the library that loads requests' processors; `executor` runs the shipped ones.
+
+    Those that are attached to every request are allowed, too.
+    """
     max_used = config.sandbox_memory if config.processor_isolation == "sandbox" else None
     artifacts = ArtifactStore(max_bytes=config.artifact_cache_bytes, max_used=max_used)
     params_checker = ParamsChecker()
@@ -136,10 +142,17 @@ def make_library(
         RegisteredProcessors(max_entries=config.processor_cache_entries, max_bytes=config.processor_cache_bytes),
         CallableLibrary(config.logits_processor_pattern, loaded.tokenizer.hf_tokenizer),
         params_checker,
-        config.allowed_digests,
+        _allowed_digests(config, attached),
         artifacts,
         frozenset if blocked is None else lambda: blocked.digests,
     )
+
+
+def _allowed_digests(config: ServerConfig, attached: Sequence[ProcessorRequest]) -> frozenset[str] | None:
+    """Return the only classes that may run; None: any. Where clients may ship none, only the operator's own."""
+    if not config.enable_custom_logit_processor:
+        return digests_of_defaults(attached)
+    return None if config.allowed_digests is None else config.allowed_digests | digests_of_defaults(attached)
 
 
 def create_installed(plugins: list[Plugin], library: ProcessorLibrary) -> None:

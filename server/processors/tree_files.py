@@ -5,13 +5,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-from logitship.builtin_processors.tree import TreeLogitsProcessor
 from logitship.builtin_processors.trees.token_tree import TokenTree
 from logitship.builtin_processors.trees.token_tree_format import TreeFormatError, load_tree
-from logitship.client.serialization.processor_string import InstalledProcessor
 from logitship.server.config import ServerConfig
 from logitship.server.refusals import StartError
-from logitship.server.requests.messages import ProcessorRequest
 
 logger = logging.getLogger(__name__)
 
@@ -35,14 +32,6 @@ def load_trees(config: ServerConfig) -> dict[str, TokenTree]:
             "tree_decode_config", shared, [*(Path(folder, shared) for folder in folders), Path(shared)]
         )
     return trees
-
-
-def attached_to_all(config: ServerConfig) -> tuple[ProcessorRequest, ...]:
-    """Return the processors that are attached to every request: the tree that all requests follow."""
-    if not config.tree_decode_config:
-        return ()
-    params = {"tree": config.tree_decode_config}
-    return (ProcessorRequest(InstalledProcessor(TreeLogitsProcessor.name), params, own=True),)
 
 
 def _load(setting: str, file: str, candidates: list[Path]) -> TokenTree:

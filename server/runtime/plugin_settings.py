@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 from logitship.builtin_processors.watermarks.watermark_key import WatermarkKey
 from logitship.server.allowed_processors import read_allowed_digests
 from logitship.server.config import ServerConfig
+from logitship.server.default_processors import DefaultProcessor, read_default_processors
 
 from .shared_directory import SHARED_DIRECTORY
 
@@ -60,6 +61,9 @@ class PluginSettings:
     """A file that gets a line for each request with processors that ends, see `AuditLog`. None: no file."""
     tree: Mapping[str, str] | None = None
     """Trees that requests can name: name → file. In the environment `NAME=FILE`, several separated by commas."""
+    default_processor: Sequence[str] = ()
+    """Processors of every request, which run after its own, see `read_default_processors`. In the environment, one in
+    each line."""
     watermark_key_file: str | None = None
     """A file with the secret of the watermarks. None: requests for a watermark are refused."""
 
@@ -87,6 +91,7 @@ class PluginSettings:
         settings = cls(**values)
         # Read the files now, so that their errors show at start.
         settings.allowed_digests  # noqa: B018
+        settings.default_processors  # noqa: B018
         settings.watermark_key  # noqa: B018
         return settings
 
@@ -136,6 +141,14 @@ class PluginSettings:
             return read_allowed_digests(self.allow_processor)
         except ValueError as error:
             raise ValueError(f"{self.prefix}ALLOW_PROCESSOR: {error}") from None
+
+    @cached_property
+    def default_processors(self) -> tuple[DefaultProcessor, ...]:
+        """Parsed `default_processor`, with what is in its files."""
+        try:
+            return read_default_processors(self.default_processor)
+        except ValueError as error:
+            raise ValueError(f"{self.prefix}DEFAULT_PROCESSOR: {error}") from None
 
     @cached_property
     def watermark_key(self) -> WatermarkKey | None:
@@ -199,6 +212,10 @@ def _trees(text: str) -> dict[str, str]:
     return trees
 
 
+def _lines(text: str) -> tuple[str, ...]:
+    return tuple(line for line in text.splitlines() if line.strip())
+
+
 SHARED_READERS: Mapping[str, Callable[[str], Any]] = {
     "processor_isolation": _isolation,
     "max_processor_size": _count,
@@ -215,5 +232,6 @@ SHARED_READERS: Mapping[str, Callable[[str], Any]] = {
     "allow_processor": str,
     "audit_log": str,
     "tree": _trees,
+    "default_processor": _lines,
     "watermark_key_file": str,
 }

@@ -8,6 +8,7 @@ from typing import Any
 import orjson
 
 from logitship.client.serialization.processor_string import to_text
+from logitship.server.default_processors import DefaultProcessor
 from logitship.server.processors.registration import sendable
 from logitship.server.processors.request_processors import RESERVED_KEY, read_entries, read_processor
 from logitship.server.refusals import RequestRefused
@@ -124,6 +125,25 @@ def _of_taken_form(attached: AttachedProcessor, engine: str) -> ProcessorRequest
     if isinstance(attached, CallableRequest):
         raise ValueError(f"{PROCESSORS}: callables by name are not taken inside {engine}; send a processor")
     return attached
+
+
+def with_defaults(value: Any, defaults: Sequence[DefaultProcessor]) -> str:
+    """Return the JSON text of a list of a request's own processors, and of those of every request after them.
+
+    Args:
+        value: a processor string or its object; or a list, as such or as JSON text; None: the request has none.
+        defaults: the operator's.
+
+    Raises:
+        ValueError: it is a text that begins as a list, and is not JSON.
+    """
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = parse_json(value, PROCESSORS)
+    entries = value if isinstance(value, list) else [] if value is None else [{"processor": value}]
+    attached = [dict(default.entry) for default in defaults]
+    # Offline, the same request may come again.
+    own = entries[: -len(attached)] if entries[-len(attached) :] == attached else entries
+    return orjson.dumps([*own, *attached]).decode()
 
 
 def with_strings(value: Any, processors: Sequence[ProcessorRequest]) -> Any:

@@ -18,11 +18,12 @@ from logitship.server.api_keys import ApiKeys, Caller, tenant_of
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.plugin_processors import PluginProcessors
 from logitship.server.runtime.plugin_setup import for_admission
-from logitship.server.runtime.request_fields import EDITS, with_strings
+from logitship.server.runtime.request_fields import EDITS, PROCESSOR, with_strings
 from logitship_sglang import logger
 
 from .generate_fields import (
     BEAM_SEARCH,
+    add_defaults,
     add_sent,
     mark_admitted,
     processors_of,
@@ -94,14 +95,19 @@ class FrontEnd:
         """
         add_sent(generate, getattr(http_request, "scope", {}))
         pairs = processors_of(generate)
+        defaults = self._settings.default_processors if hasattr(generate, PROCESSOR) else ()
+        has_any = bool(pairs or defaults)
         with_edits = asks_for_edits(requested_masks(getattr(http_request, "scope", {})))
-        if with_edits and (not pairs or self._speculates):
-            reason = "needs a processor" if not pairs else "is not supported with speculative decoding"
+        if with_edits and (not has_any or self._speculates):
+            reason = "is not supported with speculative decoding" if has_any else "needs a processor"
             raise ValueError(f"{EDITS}: inside SGLang, it {reason}")
-        if not pairs:
+        if not has_any:
             return
         if any(string == PROBE for string, _ in pairs):
             raise ValueError(SglangPlugin(speculates=self._skips_processors).to_message())
+        if defaults:
+            add_defaults(generate, defaults)
+            pairs = processors_of(generate)
         if self._skips_processors:
             raise ValueError(_SPECULATION)
         if uses_beam_search(generate):
@@ -128,8 +134,10 @@ class FrontEnd:
             The processors of each pair, and the strings that name registered ones with those that have their code.
         """
         strings = dict.fromkeys(string for string, _ in pairs)
+        defaults = self._settings.default_processors
         parsed = {string: read_processors(string, self._settings.max_processor_size) for string in strings}
-        if not caller.may_ship and any(_ships_code(each) for some in parsed.values() for each in some):
+        own = [each for some in parsed.values() for each in some[: len(some) - len(defaults)]]
+        if not caller.may_ship and any(map(_ships_code, own)):
             raise ValueError(
                 "custom_logit_processor: this key may generate, but not ship processors: send a key of "
                 f"{self._settings.prefix}SHIPPING_API_KEY as '{SHIPPING_KEY_HEADER}', or name a built-in processor"

@@ -15,6 +15,7 @@ import orjson
 
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.default_processors import DefaultProcessor
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.request_fields import (
     PARAMS,
@@ -24,6 +25,7 @@ from logitship.server.runtime.request_fields import (
     read_one,
     read_several,
     same_sampling_params,
+    with_defaults,
 )
 
 BEAM_SEARCH = f"{PROCESSOR}: SGLang does not call processors in a beam search; leave out beam_width or the processor"
@@ -70,6 +72,22 @@ def add_sent(generate: Any, scope: Mapping[str, Any]) -> None:
     string, params = scope[SENT]
     setattr(generate, PROCESSOR, string)
     generate.sampling_params = {**(generate.sampling_params or {}), PARAMS: params}
+
+
+def add_defaults(generate: Any, defaults: Sequence[DefaultProcessor]) -> None:
+    """Add the operator's processors after those of a request: to each of its prompts.
+
+    Args:
+        generate: SGLang's `GenerateReqInput`, normalized or not, which `processors_of` has checked.
+        defaults: the operator's.
+
+    Raises:
+        ValueError: a list of processors is not JSON.
+    """
+    strings = getattr(generate, PROCESSOR)
+    several = isinstance(strings, list)
+    added = [with_defaults(string or None, defaults) for string in (strings if several else [strings])]
+    setattr(generate, PROCESSOR, added if several else added[0])
 
 
 def processors_of(generate: Any) -> list[tuple[str, Any]]:

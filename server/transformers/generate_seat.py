@@ -228,4 +228,5 @@ def _read(processors: Sequence[Any], settings: TransformersSettings) -> list[Pro
         {**each, "processor": each["processor"].to_str()} if hasattr(each.get("processor"), "to_str") else each
         for each in entries
     ]
+    strings += [dict(default.entry) for default in settings.default_processors]
     return [*read_several(strings, "generate()", max_processor_size=settings.max_processor_size)]

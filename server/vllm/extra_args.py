@@ -13,6 +13,7 @@ from typing import Any
 from logitship.client.http.vllm_handshake import PROBE
 from logitship.sampler.processors.processor_groups import ProcessorUse
 from logitship.sampler.sampling_params import SamplingParams
+from logitship.server.default_processors import DefaultProcessor
 from logitship.server.requests.messages import ProcessorRequest
 from logitship.server.runtime.request_fields import (
     EDITS,
@@ -25,8 +26,11 @@ from logitship.server.runtime.request_fields import (
     read_one,
     read_several,
     same_sampling_params,
+    with_defaults,
     with_strings,
 )
+
+_NOT_BOTH = f"{PROCESSORS}: give either this or {PROCESSOR}, not both"
 
 
 def has_processors(params: Any) -> bool:
@@ -67,7 +71,7 @@ def read_processors(extra_args: Mapping[str, Any], max_processor_size: int) -> t
     """
     one, several = extra_args.get(PROCESSOR), extra_args.get(PROCESSORS)
     if one is not None and several is not None:
-        raise ValueError(f"{PROCESSORS}: give either this or {PROCESSOR}, not both")
+        raise ValueError(_NOT_BOTH)
     params = check_params(_decode(extra_args.get(PARAMS), PARAMS), "an object, as JSON text")
     if several is None:
         return read_one(one, "vLLM", max_processor_size=max_processor_size, params=params)
@@ -79,6 +83,21 @@ def with_processors(extra_args: Mapping[str, Any], processors: Sequence[Processo
     """Return `extra_args` with the strings of the request's processors, in place of names and digests."""
     field = PROCESSOR if extra_args.get(PROCESSOR) is not None else PROCESSORS
     return {**extra_args, field: with_strings(extra_args[field], processors)}
+
+
+def with_default_processors(
+    extra_args: Mapping[str, Any] | None, defaults: Sequence[DefaultProcessor]
+) -> dict[str, Any]:
+    """Return `extra_args` with the operator's processors after those of the request.
+
+    Raises:
+        ValueError: those of the request are malformed.
+    """
+    own = dict(extra_args or {})
+    one, several = own.pop(PROCESSOR, None), own.get(PROCESSORS)
+    if one is not None and several is not None:
+        raise ValueError(_NOT_BOTH)
+    return {**own, PROCESSORS: with_defaults(several if one is None else one, defaults)}
 
 
 def _decode(value: Any, at: str) -> Any:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from logitship.client.http.vllm_handshake import PluginInfo
@@ -29,6 +30,7 @@ from .extra_args import (
     has_processors,
     read_processors,
     sampling_params,
+    with_default_processors,
     with_processors,
 )
 from .request_tenant import current_tenant, write_tenant
@@ -59,9 +61,13 @@ class _FrontEnd:
         """
         if asks_for_plugin_info(params):
             raise ValueError(PluginInfo(self.fault_token).to_message())
-        check_mask_fields(params.extra_args, "vLLM", returns_lists=False)
+        check_mask_fields(params.extra_args or {}, "vLLM", returns_lists=False)
         if asks_for_masks(params) and self.vllm_config.speculative_config is not None:
             raise ValueError(f"{MASK}: inside vLLM, it is not supported with speculative decoding")
+        if self.settings.default_processors:
+            if has_processors(params):
+                read_processors(params.extra_args, self.settings.max_processor_size)  # its own mistakes, by their place
+            params.extra_args = with_default_processors(params.extra_args, self.settings.default_processors)
         if not has_processors(params):
             return ()
         requested = read_processors(params.extra_args, self.settings.max_processor_size)
@@ -143,12 +149,16 @@ def checked(params: Any) -> Iterator[None]:
 
 
 def concerns(params: Any) -> bool:
-    """Return True if a request has processors, asks for sampling masks, or for the plugin's description."""
-    if not getattr(params, "extra_args", None):
-        return False
-    return (
-        has_processors(params) or asks_for_plugin_info(params) or not params.extra_args.keys().isdisjoint(MASK_FIELDS)
-    )
+    """Return True if a request has processors or every one has, or if it asks for masks or the plugin's description."""
+    if not hasattr(params, "extra_args") or not hasattr(params, "temperature"):
+        return False  # it generates nothing
+    asks = asks_for_plugin_info(params) or not (params.extra_args or {}).keys().isdisjoint(MASK_FIELDS)
+    return asks or has_processors(params) or _settings_have_defaults()
+
+
+@cache
+def _settings_have_defaults() -> bool:
+    return bool(VllmSettings.from_environment().default_processors)
 
 
 def prepare(vllm_config: Any) -> None:

@@ -76,6 +76,7 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
         "allow_processor": [str(allowed)],
         "allowed_origin": ["https://app.example.org"],
         "tree": ["cities=cities.json"],
+        "default_processor": ["disallowed_tokens={}"],
         "watermark_key_file": [str(key)],
         "reasoning_config": ['{"reasoning_parser": "qwen3"}'],
     }.get(field) or ([] if default is False else [OTHER_VALUES.get(type(default), "other")])
@@ -189,6 +190,9 @@ def test_empty_key_in_the_environment(
         (["serve", "--tree", "a=1", "a=2"], "tree: two trees are named 'a'"),
         (["serve", "--tree", "a=1", "--tree-decode-config", "a"], "tree: two trees are named 'a'"),
         (["serve", "--watermark-key-file", "./nowhere"], "watermark_key_file: ./nowhere cannot be read: No such file"),
+        (["serve", "--default-processor", "=x"], "default_processor: expected NAME, NAME={…}"),
+        (["serve", "--default-processor", "tree=[1]"], "default_processor: tree: expected NAME, NAME={…}"),
+        (["serve", "--default-processor", "tree=@./nowhere"], "default_processor: tree: ./nowhere cannot be read: No"),
         (["serve", "--host", "0.0.0.0", "--enable-custom-logit-processor"], "permit it with --allow-anonymous-code"),
         (["serve", "--allowed-origin", "app.example.org"], "allowed_origin: expected SCHEME://HOST"),
         (["fly"], "invalid choice: 'fly'"),

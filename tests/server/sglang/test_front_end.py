@@ -233,6 +233,58 @@ def test_mark_of_a_client_is_refused(front_end: FrontEnd, tenant: str) -> None:
         asyncio.run(front_end.admit(generate(f"{ADMITTED}{tenant}:{FORBIDS}", token_ids=[1]), None))
 
 
+def default_settings(**settings: Any) -> SglangSettings:
+    """Return settings with a processor of every request, `DEFAULT`."""
+    default = 'disallowed_tokens={"token_ids": [5]}'
+    return SglangSettings(processor_isolation="none", default_processor=[default], **settings)
+
+
+DEFAULT = {"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [5]}}
+
+
+def test_processor_of_every_request(model: ModelView) -> None:
+    front_end = FrontEnd(default_settings(), model, skips_processors=False)
+
+    def admitted(request: Any) -> Any:
+        asyncio.run(front_end.admit(request, None))
+        strings = request.custom_logit_processor
+        read = [json.loads(read_mark(each)[1]) for each in (strings if isinstance(strings, list) else [strings])]
+        return read if isinstance(strings, list) else read[0]
+
+    assert admitted(generate(None)) == admitted(generate("")) == [DEFAULT]
+    assert admitted(generate(FORBIDS, token_ids=[1])) == [{"processor": FORBIDS}, DEFAULT]
+    assert admitted(generate(json.dumps([DEFAULT, {"processor": FORBIDS, "params": {"token_ids": [1]}}]))) == [
+        DEFAULT,
+        {"processor": FORBIDS, "params": {"token_ids": [1]}},
+        DEFAULT,
+    ]
+    several = generate([FORBIDS, None], token_ids=[1])
+    several.text = ["one", "two"]
+    assert admitted(several) == [[{"processor": FORBIDS}, DEFAULT], [DEFAULT]]
+    for wrong in ("[", FORBIDS, json.dumps([{"processor": FORBIDS, "params": {"token_ids": [1]}}] * 64)):
+        with pytest.raises(ValueError, match=r"is not JSON|token_ids: missing|1 to 64 processors"):
+            asyncio.run(front_end.admit(generate(wrong), None))
+    embedding = SimpleNamespace(text="hi", input_ids=None, sampling_params=None)
+    asyncio.run(front_end.admit(embedding, None))
+    assert not hasattr(embedding, "custom_logit_processor")
+
+
+def test_class_of_the_operator_needs_no_shipping_key(model: ModelView, tmp_path: Path) -> None:
+    (tmp_path / "class.json").write_text(SOURCE)
+    entry = f"ChecksHistory=@{tmp_path / 'class.json'}"
+    settings = SglangSettings(processor_isolation="none", default_processor=[entry], shipping_api_key=["ships"])
+    front_end = FrontEnd(settings, model, skips_processors=False)
+    asyncio.run(front_end.admit(generate(None), http_request()))
+    with pytest.raises(ValueError, match="not ship processors"):
+        asyncio.run(front_end.admit(generate(SOURCE), http_request()))
+
+
+def test_processor_of_every_request_is_not_skipped(model: ModelView) -> None:
+    front_end = FrontEnd(default_settings(), model, skips_processors=True)
+    with pytest.raises(ValueError, match="decodes speculatively"):
+        asyncio.run(front_end.admit(generate(None), None))
+
+
 def test_probe_is_answered(front_end: FrontEnd) -> None:
     assert PROBE_BODY["custom_logit_processor"] == PROBE
     with pytest.raises(ValueError, match="plugin") as caught:

@@ -131,6 +131,14 @@ def test_processors_by_name_and_in_order(model: LlamaForCausalLM, make: Make) ->
         make("no processor")
 
 
+def test_processor_of_every_request_runs_last(model: LlamaForCausalLM, make: Make) -> None:
+    forced = {"processor": string(CHECKS_HISTORY), "params": {"first": 10, "prompt": 1, "others": -1.0}}
+    banned = 'disallowed_tokens={"token_ids": [10]}'
+    processor = make(forced, settings=TransformersSettings(processor_isolation="none", default_processor=[banned]))
+    output = model.generate(torch.full((1, 1), 7), logits_processor=[processor], max_new_tokens=1)
+    assert output[0, 1] != 10
+
+
 @pytest.mark.slow
 def test_runs_in_a_sandbox(model: LlamaForCausalLM, make: Make) -> None:
     processor = make({"processor": string(HASHES)}, settings=TransformersSettings(sandbox_first_step_timeout=60.0))

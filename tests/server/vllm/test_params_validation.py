@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -159,6 +160,70 @@ def test_watermark_has_the_key_of_the_settings(
     (tmp_path / "key").write_text("a secret of the tests")
     monkeypatch.setenv("LOGITSHIP_VLLM_WATERMARK_KEY_FILE", str(tmp_path / "key"))
     InputProcessor().admit(vllm_params(marked))
+
+
+DEFAULT = {"processor": {"name": "disallowed_tokens"}, "params": {"token_ids": [5]}}
+OWN = {"processor": {"name": "gen_length"}, "params": {"boost_factor": 1.0}}
+
+
+@pytest.fixture
+def default_processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A processor of every request: `DEFAULT`."""
+    monkeypatch.setenv("LOGITSHIP_VLLM_DEFAULT_PROCESSOR", 'disallowed_tokens={"token_ids": [5]}')
+    params_validation._settings_have_defaults.cache_clear()
+    yield
+    params_validation._settings_have_defaults.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "expected"),
+    [
+        (None, [DEFAULT]),
+        ({"unrelated": 1}, [DEFAULT]),
+        (
+            {"custom_logit_processor": '{"name": "multi_sequence"}'},
+            [{"processor": '{"name": "multi_sequence"}'}, DEFAULT],
+        ),
+        ({"logits_processors": [OWN]}, [OWN, DEFAULT]),
+        ({"logits_processors": json.dumps([OWN, OWN])}, [OWN, OWN, DEFAULT]),
+        ({"logits_processors": [DEFAULT, OWN]}, [DEFAULT, OWN, DEFAULT]),
+    ],
+)
+@pytest.mark.usefixtures("default_processor")
+def test_processor_of_every_request(
+    front_end: InputProcessor, vllm_params: MakeParams, extra_args: dict[str, Any] | None, expected: list[Any]
+) -> None:
+    params = vllm_params(extra_args)
+    for _ in range(2):  # offline, several prompts may share the object
+        front_end.admit(params)
+        assert json.loads(params.extra_args["logits_processors"]) == expected
+        assert "custom_logit_processor" not in params.extra_args
+        assert FAULT_TOKEN in params.stop_token_ids
+
+
+@pytest.mark.parametrize(
+    ("extra_args", "message"),
+    [
+        ({"logits_processors": [OWN] * 64}, "the list must have 1 to 64 processors, not 65"),
+        ({"logits_processors": '{"name": "multi_sequence"}'}, "logits_processors: must be a list"),
+        ({"logits_processors": []}, "the list must have 1 to 64 processors, not 0"),
+        ({"logits_processors": "[", "custom_params": {}}, "logits_processors: is not JSON"),
+        ({"custom_logit_processor": "{}"}, "none of the keys"),
+    ],
+)
+@pytest.mark.usefixtures("default_processor")
+def test_mistakes_beside_a_processor_of_every_request(
+    front_end: InputProcessor, vllm_params: MakeParams, extra_args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        front_end.admit(vllm_params(extra_args))
+
+
+@pytest.mark.usefixtures("default_processor")
+def test_pooling_requests_have_no_processors() -> None:
+    params = SimpleNamespace(extra_args=None)
+    admit(params)
+    assert params.extra_args is None
 
 
 def test_each_model_has_its_own_front_end(

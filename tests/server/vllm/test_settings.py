@@ -48,6 +48,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
             "LOGITSHIP_VLLM_SANDBOX_FIRST_STEP_TIMEOUT": "3",
             "LOGITSHIP_VLLM_SANDBOX_LOAD_TIMEOUT": " 2 ",
             "LOGITSHIP_VLLM_ALLOW_PROCESSOR": str(tmp_path / "allowed"),
+            "LOGITSHIP_VLLM_DEFAULT_PROCESSOR": 'disallowed_tokens={"token_ids": [1]}\n\nwatermark_kgw\n',
             "LOGITSHIP_VLLM_WATERMARK_KEY_FILE": str(tmp_path / "key"),
             "LOGITSHIP_VLLM_TREE": "a=/x.json, b=/y=z.json",
             "LOGITSHIP_VLLM_TENANT_HEADER": "x-tenant",
@@ -65,6 +66,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         sandbox_first_step_timeout=3.0,
         sandbox_load_timeout=2.0,
         allow_processor=str(tmp_path / "allowed"),
+        default_processor=('disallowed_tokens={"token_ids": [1]}', "watermark_kgw"),
         watermark_key_file=str(tmp_path / "key"),
         tree={"a": "/x.json", "b": "/y=z.json"},
         tenant_header="x-tenant",
@@ -72,6 +74,7 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
     )
     assert settings.allowed_digests == {digest}
     assert settings.watermark_key == WatermarkKey(b"a secret of the tests")
+    assert [each.name for each in settings.default_processors] == ["disallowed_tokens", "watermark_kgw"]
 
 
 @pytest.mark.parametrize(
@@ -88,6 +91,8 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         ("TREE", "a=x,a=y", "each name once"),
         ("ALLOW_PROCESSOR", "/does/not/exist", "cannot be read"),
         ("WATERMARK_KEY_FILE", "/does/not/exist", "cannot be read"),
+        ("DEFAULT_PROCESSOR", "tree={", "tree: expected NAME"),
+        ("DEFAULT_PROCESSOR", "mine=@/does/not/exist", "mine: /does/not/exist cannot be read"),
         ("STEP_TIMEOUT", "1", "no such setting"),
     ],
 )
