@@ -74,6 +74,7 @@ def test_every_spelling_sets_its_field(flag: str, field: str, configs: list[Serv
         "prefix_cache_bytes": ["7"],
         "random_seed": ["7"],
         "allow_processor": [str(allowed)],
+        "blocked_digests": [str(allowed)],
         "allowed_origin": ["https://app.example.org"],
         "tree": ["cities=cities.json"],
         "default_processor": ["disallowed_tokens={}"],
