@@ -150,9 +150,10 @@ def make_library(
 
 def _allowed_digests(config: ServerConfig, attached: Sequence[ProcessorRequest]) -> frozenset[str] | None:
     """Return the only classes that may run; None: any. Where clients may ship none, only the operator's own."""
-    if not config.enable_custom_logit_processor:
-        return digests_of_defaults(attached)
-    return None if config.allowed_digests is None else config.allowed_digests | digests_of_defaults(attached)
+    own = digests_of_defaults(attached)
+    if own and not config.enable_custom_logit_processor:
+        return own
+    return None if config.allowed_digests is None else config.allowed_digests | own
 
 
 def create_installed(plugins: list[Plugin], library: ProcessorLibrary) -> None:

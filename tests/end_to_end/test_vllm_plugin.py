@@ -42,11 +42,13 @@ from logitship import (
     InstalledProcessor,
     NotFoundError,
 )
+from logitship.builtin_processors import detect_watermark
 from logitship.client.serialization.processor_string import PYTHON, parse
 from logitship.server.api_keys import tenant_of
 from logitship.server.doctor import run_doctor_command
 from logitship.server.model.default_model import default_model_folder
 from tests.helpers.metrics import growth, read_metrics, settled_metrics
+from tests.helpers.watermarks import WATERMARK_KEY
 
 from .history_processors import FIRST, CountsCalls, ForcesFromTable, HashesHistory, history_token
 from .random_requests import answered, random_request
@@ -664,3 +666,36 @@ def test_preemption(served: tuple[str, Server], client: Client) -> None:
         assert hashes.result() == [*answer[:last], history_token(prompt, answer[:last], tokens)]
     preemptions = vllm_counter(served[0], "num_preemptions")
     assert preemptions is None or preemptions > 0
+
+
+@pytest.mark.thorough
+@pytest.mark.mode("vLLM", "V1, asynchronous scheduling, watermark of every request", "the real engine, 0.32.0")
+def test_watermarks_of_every_request_and_by_name(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+    """Answers of 200 tokens at temperature 1, together, some with a class of their own."""
+    file = tmp_path / "key"
+    file.write_bytes(WATERMARK_KEY.secret)
+    variables = {
+        "LOGITSHIP_VLLM_WATERMARK_KEY_FILE": str(file),
+        "LOGITSHIP_VLLM_DEFAULT_PROCESSOR": 'watermark_kgw={"context_width": 2}',
+    }
+
+    def p_value(tokens: list[int], processor: str, params: dict[str, Any]) -> float:
+        assert len(tokens) == 200
+        return detect_watermark(tokens, WATERMARK_KEY, processor, params, vocab_size=49152).p_value
+
+    with (
+        vllm_serve(request, is_async=True, variables=variables) as (url, _),
+        Client(url, api_key=KEYS[0], timeout=600) as client,
+        ThreadPoolExecutor() as pool,
+    ):
+
+        def answer(seed: int, **options: Any) -> list[int]:
+            generation = client.generate(PROMPT, seed=seed, max_new_tokens=200, ignore_eos=True, **options)
+            return list(generation.output_ids)
+
+        plain = [pool.submit(answer, seed) for seed in range(2)]
+        counted = pool.submit(answer, 2, processor=HashesHistory, params={"last": 1000})
+        named = pool.submit(answer, 3, processor=InstalledProcessor("watermark_synthid"))
+        for each in (*plain, counted):
+            assert p_value(each.result(), "watermark_kgw", {"context_width": 2}) < 1e-6
+        assert p_value(named.result(), "watermark_synthid", {}) < 1e-4  # what KGW's mark leaves of it

@@ -13,8 +13,9 @@ FakeEngine = Any
 def test_settings_without_the_keys(make_fake_engine: Callable[..., FakeEngine]) -> None:
     engine = make_fake_engine(api_key="secret", shipping_api_key="secret", enable_custom_logit_processor=True)
     info = server_info_of(engine)
-    settings = {field.name for field in fields(ServerConfig)} - {"api_key", "shipping_api_key", "metrics_api_key"}
-    assert settings <= info.keys()
+    secrets = {"api_key", "shipping_api_key", "metrics_api_key", "watermark_key_file"}
+    settings = {field.name for field in fields(ServerConfig)}
+    assert settings & info.keys() == settings - secrets
     assert "secret" not in repr(info)
     assert info["internal_states"][0]["waiting"] == 2
     assert (info["max_total_num_tokens"], info["page_size"]) == (engine.config.max_num_seqs * 64, 16)
