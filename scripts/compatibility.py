@@ -6,7 +6,7 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-from logitship.server.doctor import TESTED
+from logitship.server.doctor.doctor_command import TESTED
 from logitship.server.sglang.unsupported import UNSUPPORTED
 
 ROOT = Path(__file__).parents[1]

@@ -23,7 +23,7 @@ from logitship.server.dev.dev_command import run_command as run_dev_command
 from .config import ServerConfig, setting_types
 from .detect_watermark import add_arguments as add_detect_arguments
 from .detect_watermark import run_command as run_detect_command
-from .doctor import DIAGNOSES, run_doctor_command
+from .doctor.doctor_command import DIAGNOSES, run_doctor_command
 from .flags import FLAG_OF_FIELD, FLAGS, Flag
 from .refusals import StartError
 
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print('This needs the server: pip install "logitship[serve]"', file=sys.stderr)
         return 1
     if command == "doctor":
-        from .host_report import run_report_command
+        from .doctor.host_report import run_report_command
 
         return run_report_command(options["json"])
     if command == "check":

@@ -11,7 +11,7 @@ import pytest
 
 from logitship.server import cli
 from logitship.server.config import ServerConfig
-from logitship.server.doctor import TESTED
+from logitship.server.doctor.doctor_command import TESTED
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 UNIT = (DEPLOY / "logitship.service").read_text()

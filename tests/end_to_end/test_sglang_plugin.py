@@ -46,7 +46,7 @@ from logitship import (
 )
 from logitship.client.serialization.processor_string import PYTHON, parse
 from logitship.server.api_keys import tenant_of
-from logitship.server.doctor import run_doctor_command
+from logitship.server.doctor.doctor_command import run_doctor_command
 from logitship.server.tokenizer import Tokenizer
 from tests.helpers.metrics import growth, read_metrics, settled_metrics
 

@@ -45,7 +45,7 @@ from logitship import (
 from logitship.builtin_processors import detect_watermark
 from logitship.client.serialization.processor_string import PYTHON, parse
 from logitship.server.api_keys import tenant_of
-from logitship.server.doctor import run_doctor_command
+from logitship.server.doctor.doctor_command import run_doctor_command
 from logitship.server.model.default_model import default_model_folder
 from tests.helpers.metrics import growth, read_metrics, settled_metrics
 from tests.helpers.watermarks import WATERMARK_KEY

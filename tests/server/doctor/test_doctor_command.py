@@ -9,8 +9,9 @@ import pytest
 from starlette.testclient import TestClient
 
 from logitship.client.http.sglang_handshake import NOT_ENABLED, PROBE_BODY, TOKENS_REFUSED, SglangPlugin
-from logitship.server import cli, doctor
-from logitship.server.doctor import diagnose_sglang, diagnose_vllm
+from logitship.server import cli
+from logitship.server.doctor import doctor_command
+from logitship.server.doctor.doctor_command import diagnose_sglang, diagnose_vllm
 from logitship.server.http.app import create_app
 from logitship_sglang import NOT_RUN
 from tests.helpers.engine_requests import BuildEngine
@@ -50,7 +51,7 @@ def test_reports(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(sglang(message)))
-    monkeypatch.setattr(doctor.httpx, "Client", lambda **options: client)
+    monkeypatch.setattr(doctor_command.httpx, "Client", lambda **options: client)
     assert cli.main(["doctor", "sglang", "http://server"]) == status
     printed = capsys.readouterr().out
     assert text in printed
@@ -94,7 +95,7 @@ def test_other_refusals_are_not_diagnosed(
     refusal: httpx.Response, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(lambda request: refusal))
-    monkeypatch.setattr(doctor.httpx, "Client", lambda **options: client)
+    monkeypatch.setattr(doctor_command.httpx, "Client", lambda **options: client)
     assert cli.main(["doctor", "sglang", "http://server"]) == 2
     assert "without a message that SGLang has for it" in capsys.readouterr().out
 
@@ -144,7 +145,7 @@ def test_vllm(
         return listing if request.url.path == "/v1/processors" else httpx.Response(200, json=others)
 
     client = httpx.Client(base_url="http://server", transport=httpx.MockTransport(answer))
-    monkeypatch.setattr(doctor.httpx, "Client", lambda **options: client)
+    monkeypatch.setattr(doctor_command.httpx, "Client", lambda **options: client)
     assert cli.main(["doctor", "vllm", "http://server"]) == status
     printed = capsys.readouterr().out
     assert all(text in printed for text in texts)
@@ -174,6 +175,6 @@ def test_key_is_sent(key: str) -> None:
     real = httpx.Client
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LOGITSHIP_API_KEY", key)
-        patch.setattr(doctor.httpx, "Client", client)
+        patch.setattr(doctor_command.httpx, "Client", client)
         assert cli.main(["doctor", "sglang", "http://server"]) == 1
     assert seen == [b"Bearer " + os.fsencode(key)] * 2

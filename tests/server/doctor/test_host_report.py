@@ -10,8 +10,9 @@ import pytest
 
 from logitship.sampler.sandbox.kernel import landlock
 from logitship.sampler.sandbox.kernel.protections import Protections
-from logitship.server import cli, host_report
-from logitship.server.host_report import Host, HostLimits, HostReport, make_report, missing_layers, read_host
+from logitship.server import cli
+from logitship.server.doctor import host_report
+from logitship.server.doctor.host_report import Host, HostLimits, HostReport, make_report, missing_layers, read_host
 
 ALL = Protections(True, 7, ("pid", "net"), jail_root=True, uid_drop=True)
 HOST = Host(versions={"Python": "3.12.1", "logitship": "0.1.0"}, kernel="Linux 6.1 x86_64", capabilities=1 << 31)

@@ -1,0 +1,1 @@
+"""`logitship doctor`: what a machine or a running engine means for processors."""
