@@ -20,7 +20,14 @@ from tests.helpers.random_cases import register_profiles
 
 TESTS = Path(__file__).parents[1] / "tests"
 NEEDS_TORCH = re.compile("No module named '(torch|transformers|tokenizers)")
-USE_TORCH_LATER = frozenset({"test_model_view_with_several_end_tokens", "test_server_names_are_imported_on_first_use"})
+USE_TORCH_LATER = frozenset(
+    {
+        "test_command_of_the_image",
+        "test_command_of_the_unit",
+        "test_model_view_with_several_end_tokens",
+        "test_server_names_are_imported_on_first_use",
+    }
+)
 """Tests that import it, or what needs it, when they run."""
 
 
