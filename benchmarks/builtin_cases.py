@@ -187,6 +187,19 @@ _CASES = [
     ),
     Case("force_last_phrase", lambda row: {"phrase": "Done."}),
     Case("prevent_hallucination", lambda row: {"phrase": "Done.", "tolerate": NEVER}),
+    Case("dry", lambda row: {"dry_multiplier": 0.8}, says="random history"),
+    Case("dry", lambda row: {"dry_multiplier": 0.8}, repeats=(DIGIT, DIGIT, COMMA), says="a loop"),
+    Case("xtc", lambda row: {"xtc_probability": 0.5}),
+    Case("top_n_sigma", lambda row: {"top_n_sigma": 1.0}),
+    Case("typical_p", lambda row: {"typical_p": 0.9}),
+    Case("tfs", lambda row: {"tfs_z": 0.95}),
+    Case("min_k", lambda row: {}),
+    Case("top_h", lambda row: {"top_h": 0.4}),
+    Case("p_less", lambda row: {}),
+    Case("mirostat_2", lambda row: {}),
+    Case("dynamic_temperature", lambda row: {"dynatemp_range": 0.5}),
+    Case("quadratic", lambda row: {"smoothing_factor": 0.3}),
+    Case("entropy_stop", lambda row: {"entropy_threshold": 0.0}),
 ]
 
 CASES = [case for case in _CASES if case.make_batch_processor or case.processor in installed_processors()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field, PlainValidator, ValidationInfo
 
@@ -43,12 +43,16 @@ def read_marker(value: Any, info: ValidationInfo) -> tuple[int, ...]:
     return rest if rest and tokenizer.decode(rest, clean_up_tokenization_spaces=False) == value else token_ids
 
 
+MarkerInput: TypeAlias = (
+    Annotated[str, Field(min_length=1)]
+    | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_TEXT_TOKENS)]
+)
+MarkerInputOrNull: TypeAlias = MarkerInput | None
 Marker = Annotated[
     tuple[int, ...],
     PlainValidator(
         read_marker,
-        json_schema_input_type=Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, max_length=MAX_TEXT_TOKENS)],
+        json_schema_input_type=MarkerInput,
     ),
     Expects("a text or a list of token ids"),
 ]

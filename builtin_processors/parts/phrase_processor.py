@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
@@ -74,7 +74,7 @@ class PhraseProcessor(BuiltinProcessor):
     The phrase continues whatever is sampled. Its tokens that a mask forbids are not enforced, see `enforce`.
     """
 
-    Params = PhraseParams
+    Params: ClassVar[type[ProcessorParams]] = PhraseParams
 
     def __init__(self) -> None:
         self._constants: RowConstants[Any, tuple[Phrases, Any]] = RowConstants(self._make_constants)
@@ -112,10 +112,20 @@ class PhraseProcessor(BuiltinProcessor):
         histories = [self._history(params, logits.device) for params in custom_param_list]
         state = as_batch([history.before(length) for history, length in zip(histories, lengths, strict=True)])
         step = self.advance(logits, state, phrases, constants)
-        enforce(logits, phrases.at(step.indices), step.forced)
+        self.enforce(logits, phrases.at(step.indices), step.forced)
         for row, (history, length) in enumerate(zip(histories, lengths, strict=True)):
             history.add(length, RowState(step.state, row))
         return logits
+
+    def enforce(self, logits: torch.Tensor, tokens: torch.Tensor, forced: torch.Tensor) -> None:
+        """Enforce tokens, in place. Must not synchronize with the device.
+
+        Args:
+            logits: float32 [rows, vocab].
+            tokens: int64 [rows, 1].
+            forced: bool [rows], the rows to edit.
+        """
+        enforce(logits, tokens, forced)
 
     def restrict(self, param_list: Sequence[dict[str, Any]], allowed: Sequence[AllowedTokens]) -> None:
         """See `BuiltinProcessor.restrict`. All tokens stay possible, but the rest of a phrase is likely."""

@@ -59,7 +59,7 @@ def philox4x32(counter: _UInt64Array, key: _UInt64Array) -> _UInt64Array:
     return np.stack([multiplied[0], mixed[0], multiplied[1], mixed[1]])
 
 
-def uniform_numbers(seeds: _UInt64Array, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+def uniform_numbers(seeds: _UInt64Array, positions: npt.NDArray[np.int64], stream: int = 0) -> npt.NDArray[np.float64]:
     """Return a number in [0, 1) with 53 random bits for each seed and position.
 
     Each number depends only on its own seed and position, so a request gets the same numbers in any batch.
@@ -67,13 +67,14 @@ def uniform_numbers(seeds: _UInt64Array, positions: npt.NDArray[np.int64]) -> np
     Args:
         seeds: uint64 [n].
         positions: int64 [n]: number of output tokens before the one to be sampled.
+        stream: from 0 to 2^32 - 1; those of two streams are independent. Tokens are sampled with stream 0.
 
     Returns:
         float64 [n].
     """
     position = positions.astype(np.uint64)
     zero = np.zeros_like(position)
-    counter = np.stack([position & _LOW, position >> _32, zero, zero])
+    counter = np.stack([position & _LOW, position >> _32, zero + np.uint64(stream), zero])
     high, low, _, _ = philox4x32(counter, np.stack([seeds & _LOW, seeds >> _32]))
     bits = ((high << _32) | low) >> np.uint64(11)
     uniform: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
@@ -85,9 +86,11 @@ class UniformNumbers:
 
     Args:
         seeds: uint64 [n].
+        stream: see `uniform_numbers`.
     """
 
-    def __init__(self, seeds: _UInt64Array) -> None:
+    def __init__(self, seeds: _UInt64Array, stream: int = 0) -> None:
+        self._stream = stream
         self._rows = np.arange(len(seeds))
         self._ahead = np.arange(max(1, _BATCH_SIZE // max(1, len(seeds))))
         self._seeds = np.repeat(seeds, len(self._ahead))
@@ -100,7 +103,7 @@ class UniformNumbers:
         if not ((ahead >= 0) & (ahead < self._computed.shape[1])).all():
             self._first, ahead = positions, np.zeros_like(positions)
             upcoming = (positions[:, None] + self._ahead).ravel()
-            self._computed = uniform_numbers(self._seeds, upcoming).reshape(-1, len(self._ahead))
+            self._computed = uniform_numbers(self._seeds, upcoming, self._stream).reshape(-1, len(self._ahead))
         numbers: npt.NDArray[np.float64] = self._computed[self._rows, ahead]
         return numbers
 

@@ -41,16 +41,17 @@ def make_row() -> Callable[..., dict[str, Any]]:
         eos_token_ids: frozenset[int] = frozenset(),
         tokenizer: Any = None,
         sampling_params: SamplingParams | None = None,
+        rid: str = "r",
     ) -> dict[str, Any]:
         request = SimpleNamespace(
-            rid="r",
+            rid=rid,
+            sampling_params=sampling_params or SamplingParams(),
             origin_input_ids=prompt,
             output_ids=output,
             state={} if state is None else state,
             vocab_size=vocab_size,
             eos_token_ids=eos_token_ids,
             tokenizer=tokenizer,
-            sampling_params=sampling_params or SamplingParams(),
         )
         return {**params, "__req__": request}
 

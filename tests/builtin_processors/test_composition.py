@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from logitship.builtin_processors import ThinkingBudgetLogitProcessor
 from logitship.builtin_processors.base import BuiltinProcessor
+from logitship.builtin_processors.parts.sampling_rule import RandomRowsProcessor
 from logitship.builtin_processors.thinking_token_budget import ThinkingTokenBudgetLogitsProcessor
 from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.batch.persistent_batch import PersistentBatch
@@ -132,6 +133,8 @@ for _name in REGISTRY:
         _kind = MASKS if _processor.is_mask else PREFERENCES
         _kind[_name] = lambda generator, example=_processor.example: dict(example)
 ALL = MASKS | FORCING | PREFERENCES
+SAMPLERS = {"entropy_stop", *(name for name in REGISTRY if issubclass(REGISTRY.get(name), RandomRowsProcessor))}
+"""Names of those that may leave few tokens: a request has them last, as a later one may forbid what is left."""
 MIN_STEPS, MAX_STEPS = 60, 1000
 """Steps of a random batch: as many as its test needs to see each case several times."""
 INSTANCES: dict[str, Any] = {name: REGISTRY.make(name) for name in ALL}
@@ -194,6 +197,7 @@ def random_request(generator: random.Random, loaded: dict[str, LoadedProcessor])
         *generator.sample(list(PREFERENCES), k=generator.choice([0, 1, 2, 3])),
     ]
     generator.shuffle(names)
+    names.sort(key=lambda name: name in SAMPLERS)
     budget = None if set(names) & set(FORCING) or generator.random() < 0.7 else generator.randrange(3)
     params = SamplingParams(
         temperature=generator.choice([0.0, 1.0]), seed=generator.randrange(1000), thinking_token_budget=budget

@@ -292,7 +292,10 @@ def test_all_extremes_in_one_request(make_engine: Callable[..., AsyncEngine], wa
     masks = [use(*extreme) for extreme in EXTREME if CLASSES[extreme[0]].is_mask]
     others = [use(*extreme) for extreme in EXTREME if not CLASSES[extreme[0]].is_mask]
     (without, ends), (_, ends_of_all), (other, _) = run_all(
-        engine, request("without masks", *others * 3), request("all", *masks, *others, *masks), request("other")
+        engine,
+        request("without masks", *others * (64 // len(others))),
+        request("all", *masks, *others, *masks),
+        request("other"),
     )
     assert_no_processor_failed([*ends, *ends_of_all], n=2)
     assert (len(without), len(other)) == (12, 12)

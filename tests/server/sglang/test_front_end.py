@@ -13,6 +13,9 @@ from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from logitship import Client
+from logitship.builtin_processors import installed_processors
+from logitship.builtin_processors.parts.sampling_rule import RandomRowsProcessor
+from logitship.builtin_processors.registry import BUILTIN_PROCESSORS
 from logitship.client.http.sglang_handshake import PROBE, PROBE_BODY, SglangPlugin
 from logitship.client.serialization.processor_string import parse
 from logitship.sampler.processors.request_view import ModelView
@@ -37,6 +40,11 @@ COUNTS = json.dumps(
     }
 )
 FORBIDS = json.dumps({"name": "disallowed_tokens"})
+SAMPLERS = [
+    "dry",
+    "entropy_stop",
+    *sorted(each.name for each in BUILTIN_PROCESSORS if issubclass(each, RandomRowsProcessor)),
+]
 
 
 def generate(string: Any, **params: Any) -> Any:
@@ -323,3 +331,12 @@ def test_thread_that_cannot_start(settings: SglangSettings, model: ModelView, mo
         await front_end.admit(generate(SOURCE), None)
 
     asyncio.run(admit_without_threads())
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_are_admitted_by_name(front_end: FrontEnd, name: str) -> None:
+    processor = installed_processors().get(name)
+    params = {**processor.example, **({"dry_sequence_breakers": []} if name == "dry" else {})}
+    request = generate(json.dumps({"name": name}), **params)
+    asyncio.run(front_end.admit(request, None))
+    assert request.custom_logit_processor == f"{ADMITTED}:{json.dumps({'name': name})}"

@@ -7,12 +7,20 @@ from typing import Any
 
 import pytest
 
+from logitship.builtin_processors import installed_processors
+from logitship.builtin_processors.parts.sampling_rule import RandomRowsProcessor
+from logitship.builtin_processors.registry import BUILTIN_PROCESSORS
 from logitship.client.http.vllm_handshake import PROBE, PluginInfo
 from logitship.server.vllm import params_validation
 from logitship.server.vllm.params_validation import admit
 from tests.server.vllm.conftest import MakeParams
 
 FAULT_TOKEN = 63
+SAMPLERS = [
+    "dry",
+    "entropy_stop",
+    *sorted(each.name for each in BUILTIN_PROCESSORS if issubclass(each, RandomRowsProcessor)),
+]
 COUNTS = """
 from logitship import CustomLogitProcessor
 
@@ -240,3 +248,16 @@ def test_each_model_has_its_own_front_end(
 def test_unknown_caller_is_refused(front_end: InputProcessor, vllm_params: MakeParams, processor_string: str) -> None:
     with pytest.raises(ValueError, match="this version of vLLM"):
         admit(vllm_params({"custom_logit_processor": processor_string}))
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_samplers_need_no_shipping(
+    name: str, front_end: InputProcessor, vllm_params: MakeParams, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOGITSHIP_VLLM_ENABLE_CUSTOM_LOGIT_PROCESSOR")
+    processor = installed_processors().get(name)
+    params = {**processor.example, **({"dry_sequence_breakers": []} if name == "dry" else {})}
+    front_end.admit(vllm_params({"custom_logit_processor": json.dumps({"name": name}), "custom_params": params}))
+    wrong = {"logits_processors": [{"processor": {"name": name}, "params": {"unknown": 1, **params}}]}
+    with pytest.raises(ValueError, match=f"unknown: {name} has no such parameter"):
+        front_end.admit(vllm_params(wrong))
