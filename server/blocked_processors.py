@@ -91,8 +91,11 @@ class BlockedProcessors:
 
     def _watch(self, on_blocked: Callable[[frozenset[str]], None]) -> None:
         while not self._stopped.wait(CHECK_INTERVAL):
-            if added := self.refresh():
-                on_blocked(added)
+            try:
+                if added := self.refresh():
+                    on_blocked(added)
+            except Exception:  # boundary: engine thread
+                logger.exception("processors that have been blocked may go on")
 
     def _read_stamp(self) -> _Stamp:
         """Return what changes with the file, also if another takes its place, as in a mounted ConfigMap."""

@@ -61,4 +61,6 @@ def _entry_of_file(name: str, file: str) -> Mapping[str, Any]:
         raise ValueError(f"default_processor: {name}: {file} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise ValueError(f"default_processor: {name}: {file} is not JSON: {error}") from None
-    return entry if isinstance(entry, dict) and "processor" in entry else {"processor": entry, "params": {}}
+    is_entry = isinstance(entry, dict) and "processor" in entry
+    # With parameters in any case: else it would get the `custom_params` of requests.
+    return {"params": {}, **(entry if is_entry else {"processor": entry})}

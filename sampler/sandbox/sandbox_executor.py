@@ -46,9 +46,10 @@ Those may belong to other requests. A request has at most 64 stages: a step take
 and `BLOCKED_WAIT` for each."""
 
 UNLOADED = "unloaded"
+"""Reason of the end of a sandbox that is no fault."""
+
 BLOCKED = "blocked"
 """Kind of the fault of a processor that the server's operator has blocked."""
-"""Reason of the end of a sandbox that is no fault."""
 
 WATCH_INTERVAL = 0.25
 """Seconds between checks of the sandboxes' CPU time outside calls."""

@@ -91,6 +91,24 @@ def test_changes_are_seen_while_watching(file: Path) -> None:
     assert not any(thread.name == "logitship-blocked-digests" for thread in threading.enumerate())
 
 
+def test_watching_goes_on_after_an_error(file: Path) -> None:
+    blocked = BlockedProcessors(str(file))
+    failed, worked = threading.Event(), threading.Event()
+
+    def on_blocked(added: frozenset[str]) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("no sandbox can be killed now")
+        worked.set()
+
+    blocked.watch(on_blocked)
+    file.write_text(f"{A}\n{B}\n")
+    assert failed.wait(50 * CHECK_INTERVAL)
+    file.write_text(f"{A}\n{B}\n{C}\n")
+    assert worked.wait(50 * CHECK_INTERVAL)
+    blocked.close()
+
+
 def test_no_thread(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

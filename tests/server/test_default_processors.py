@@ -10,12 +10,13 @@ from logitship.server.default_processors import DefaultProcessor, read_default_p
 
 def test_entries(tmp_path: Path) -> None:
     string = {"source": "class A: …", "class_name": "A"}
-    bare, text, whole = (tmp_path / name for name in ("bare", "text", "whole"))
+    bare, text, whole, without = (tmp_path / name for name in ("bare", "text", "whole", "without"))
+    without.write_text(json.dumps({"processor": string}))  # and not those of a request
     bare.write_text(json.dumps(string))
     text.write_text(json.dumps(json.dumps(string)))
     whole.write_text(json.dumps({"processor": string, "params": {"by": 2}}))
     found = read_default_processors(
-        ["watermark_kgw", ' tree = {"tree": "a=b"} ', f"A=@{bare}", f"B=@{text}", f"C=@{whole}"]
+        ["watermark_kgw", ' tree = {"tree": "a=b"} ', f"A=@{bare}", f"B=@{text}", f"C=@{whole}", f"D=@{without}"]
     )
     assert found == (
         DefaultProcessor("watermark_kgw", {"processor": {"name": "watermark_kgw"}, "params": {}}),
@@ -23,6 +24,7 @@ def test_entries(tmp_path: Path) -> None:
         DefaultProcessor("A", {"processor": string, "params": {}}, is_shipped=True),
         DefaultProcessor("B", {"processor": json.dumps(string), "params": {}}, is_shipped=True),
         DefaultProcessor("C", {"processor": string, "params": {"by": 2}}, is_shipped=True),
+        DefaultProcessor("D", {"processor": string, "params": {}}, is_shipped=True),
     )
 
 
