@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 
 from logitship.builtin_processors.parts.row_edits import forbid_tokens
-from logitship.builtin_processors.parts.state_history import common_length
+from logitship.builtin_processors.parts.state_history import kept_length
 from logitship.client.serialization.shipped_names import SGLANG_MODULE
 from logitship.sampler.allowed_tokens import AllowedTokens
 from logitship.sampler.device_tensor import copies_to, token_positions
@@ -175,11 +175,8 @@ class NGramIndex:
 
     def follow(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Update the index to prompt + output."""
-        length, known = len(prompt) + len(output), len(self._tokens)
-        kept = min(length, known)
-        if kept > len(prompt) and self._tokens[kept - 1] != output[kept - len(prompt) - 1]:
-            kept = common_length(self._tokens, [*prompt, *output])
-        if kept < known:
+        length, kept = len(prompt) + len(output), kept_length(self._tokens, prompt, output)
+        if kept < len(self._tokens):
             self._cover(kept)
             del self._tokens[kept:], self._fingerprints[kept + 1 :]
         if kept < length:

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .state_history import common_length
+from .state_history import kept_length
 
 _NONE = -1
 
@@ -90,11 +90,8 @@ class RepeatIndex:
 
     def follow(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Update the index to prompt + output."""
-        length, known = len(prompt) + len(output), len(self._tokens)
-        kept = min(length, known)
-        if kept > len(prompt) and self._tokens[kept - 1] != output[kept - len(prompt) - 1]:
-            kept = common_length(self._tokens, [*prompt, *output])
-        if kept < known:
+        kept = kept_length(self._tokens, prompt, output)
+        if kept < len(self._tokens):
             self._clear()
             kept = 0
         for token in prompt[kept:]:

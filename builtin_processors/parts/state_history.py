@@ -60,3 +60,14 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     """Return the length of the common prefix."""
     shorter = min(len(one), len(other))
     return next((index for index in range(shorter) if one[index] != other[index]), shorter)
+
+
+def kept_length(tokens: Sequence[int], prompt: Sequence[int], output: Sequence[int]) -> int:
+    """Return how many of the tokens that an index has seen are still those of prompt + output.
+
+    Compares only the last one, unless it differs: outputs grow, or lose tokens at their end.
+    """
+    kept = min(len(prompt) + len(output), len(tokens))
+    if kept > len(prompt) and tokens[kept - 1] != output[kept - len(prompt) - 1]:
+        kept = common_length(tokens, [*prompt, *output])
+    return kept
