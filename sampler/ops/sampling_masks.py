@@ -178,8 +178,14 @@ class SamplingMasks(SamplerOp[MaskedRow, Mapping[int, MaskedRow]]):
 
 
 def packed_mask(logits: torch.Tensor, token_id: int) -> RowMask:
-    """Return the packed mask of a token that was sampled from the softmax of a row's logits, float32 [vocab]."""
+    """Return the packed mask of a token that was sampled from the softmax of a row's logits, float32 [vocab].
+
+    Raises:
+        ValueError: it cannot have been.
+    """
     tokens, logprobs = _unmasked(logits, ~logits.isneginf())
+    if token_id not in tokens:
+        raise ValueError(f"token {token_id} cannot have been sampled from these logits")
     return _packed(tokens, logprobs[tokens == token_id], len(logits))
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from logitship.sampler.ops.sampling_masks import SamplingEdit
@@ -15,6 +14,7 @@ from logitship.sampler.row_errors import SamplingEditsTooLongError
 from logitship.sampler.sampling_edits import edits_after_penalties, edits_between
 from logitship.server.requests.sampling_records import sampling_edits
 from logitship.server.runtime.tracked_request import TrackedRequest
+from logitship_sglang import logger
 
 _EDGE = 1e-3
 """Added to top-p."""
@@ -65,19 +65,23 @@ class EditRecorder:
         req = request.record.req()
         if req is None or len(stages) < _STAGES:
             return None  # it ends
-        params = req.sampling_params
+        try:
+            return sampling_edits([self._found(request, req.sampling_params, stages)]).to_json(np.dtype("<u4"))
+        except SamplingEditsTooLongError as error:
+            return {"error": str(error)}
+        except Exception:  # noqa: BLE001  # boundary: other engine
+            logger.exception("the edits of request %s cannot be recorded", request.rid)
+            return {"error": "return_sampling_edits: the server could not record them: its log has the details"}
+
+    def _found(self, request: TrackedRequest, params: Any, stages: Sequence[torch.Tensor]) -> list[SamplingEdit]:
         tokens = _likely(stages[-1], params).cpu().numpy()
         model, before, after = (stage.cpu().numpy() for stage in stages)
         biases = {int(token): bias for token, bias in (params.logit_bias or {}).items()}
         seen = [*request.prompt_token_ids, *request.output_token_ids]
-        try:
-            edits = [
-                *edits_after_penalties(model, before, tokens, biases, params.repetition_penalty, seen),
-                *_between(before, after, tokens),
-            ]
-        except SamplingEditsTooLongError as error:
-            return {"error": str(error)}
-        return sampling_edits([edits]).to_json(np.dtype("<u4"))
+        return [
+            *edits_after_penalties(model, before, tokens, biases, params.repetition_penalty, seen),
+            *edits_between(before[tokens], after[tokens], tokens, "a logits processor"),
+        ]
 
 
 def _likely(logits: torch.Tensor, params: Any) -> torch.Tensor:
@@ -88,9 +92,3 @@ def _likely(logits: torch.Tensor, params: Any) -> torch.Tensor:
     elif params.top_p < 1:
         kept = kept_tokens(logits / params.temperature, -1, min(1.0, params.top_p + _EDGE))
     return kept.nonzero()[:, 0]
-
-
-def _between(
-    before: npt.NDArray[np.float32], after: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64]
-) -> Iterator[SamplingEdit]:
-    return edits_between(before[tokens], after[tokens], tokens, "a logits processor")

@@ -25,6 +25,7 @@ from logitship.server.schemas.response_schemas import receipt_objects
 
 from .output_records import add_record, give_records
 from .sampling_recorder import RecordedRow
+from .settings import logger
 
 _FAULT, _RECORD, _NO_RECORD = "fault", "sampling_record", "no_record"
 _CARRIER = "prompt_token_id_logprobs"
@@ -120,6 +121,9 @@ def _recorded(row: RecordedRow, token: int) -> dict[str, Any]:
         return {_RECORD: row.record(token).to_json()}
     except SamplingEditsTooLongError as error:
         return {_NO_RECORD: str(error)}
+    except Exception:  # noqa: BLE001  # boundary: vLLM
+        logger.exception("the sampling of a token cannot be recorded")
+        return {_NO_RECORD: "return_sampling_mask: the server could not record a token: its log has the details"}
 
 
 def process_outputs(

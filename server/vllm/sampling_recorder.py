@@ -29,10 +29,13 @@ from logitship.server.requests.sampling_records import sampling_record
 
 from .batch_requests import converted
 from .extra_args import asks_for_edits, asks_for_masks
+from .settings import logger
 
 _GREEDY = 1e-5
 """vLLM takes the most likely token at lower temperatures."""
 _PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+_EXACT = ("forward_native", "forward_cpu")
+"""V1's samplers that sample from what `apply_top_k_top_p` leaves."""
 _FUSED = ("use_flashinfer", "use_xpu_sampler")
 """Switches of V2's fused samplers, which return no logits."""
 
@@ -94,14 +97,26 @@ class SamplingRecorder:
 
     def record_stage(self, logits: torch.Tensor) -> None:
         """Record the logits before or after the processors of clients, [rows, vocab]."""
-        for row, sampled in self._step.items():
-            if asks_for_edits(sampled.params):
-                sampled.stages.append(logits[row].float().clone())
+        with self._or_no_records():
+            for row, sampled in self._step.items():
+                if asks_for_edits(sampled.params):
+                    sampled.stages.append(logits[row].float().clone())
+
+    @contextmanager
+    def _or_no_records(self) -> Iterator[None]:
+        """Drop the step's records on an error, which would stop the engine. Their requests end in the front end."""
+        try:
+            yield
+        except Exception:  # noqa: BLE001  # boundary: vLLM
+            logger.exception("the sampling of a step cannot be recorded")
+            self._step = {}
 
     def take(self) -> Mapping[str, RecordedRow]:
         """Return the rows of the step by request id, and clear them."""
-        step, self._step = self._step, {}
-        return {self._request_id(row): sampled for row, sampled in step.items()}
+        step, self._step, found = self._step, {}, {}
+        with self._or_no_records():
+            found = {self._request_id(row): sampled for row, sampled in step.items()}
+        return found
 
     def _request_id(self, row: int) -> str:
         raise NotImplementedError
@@ -142,7 +157,10 @@ class BatchRecorder(SamplingRecorder):
     def _around_processors(self, apply: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @wraps(apply)
         def wrapped(logits: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            self._step = {row: self._sampled_row(row, params, logits.shape[-1]) for row, params in self._rows.items()}
+            with self._or_no_records():
+                self._step = {
+                    row: self._sampled_row(row, params, logits.shape[-1]) for row, params in self._rows.items()
+                }
             self.record_stage(logits)
             logits = apply(logits, *args, **kwargs)
             self.record_stage(logits)
@@ -154,7 +172,9 @@ class BatchRecorder(SamplingRecorder):
         @wraps(forward)
         def wrapped(logits: torch.Tensor, generators: Any, k: Any, p: Any) -> Any:
             random = {row: each for row, each in self._step.items() if each.params.temperature >= _GREEDY}
-            if random:
+            if not random:
+                return forward(logits, generators, k, p)
+            with self._or_no_records():
                 from vllm.v1.sample.ops.topk_topp_sampler import (  # pyright: ignore[reportMissingImports]
                     apply_top_k_top_p,
                 )
@@ -163,7 +183,9 @@ class BatchRecorder(SamplingRecorder):
                 kept = apply_top_k_top_p(logits[rows], *(each if each is None else each[rows] for each in (k, p)))
                 for each, row_logits in zip(random.values(), kept, strict=True):
                     each.logits = row_logits
-            return forward(logits, generators, k, p)
+            # Fused kernels round in their own way, and may sample a token that is not among those.
+            sample = forward if forward.__name__ in _EXACT else self._live.sampler.topk_topp_sampler.forward_native
+            return sample(logits, generators, k, p)
 
         return wrapped
 
@@ -216,17 +238,20 @@ class SlotRecorder(SamplingRecorder):
     def _around_sampling(self, sample: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(sample)
         def wrapped(logits: torch.Tensor, rows: Any, slots: Any, slots_np: Any, *args: Any, **kwargs: Any) -> Any:
-            self._slots = slots_np.tolist()
-            asking = [row for row, slot in enumerate(self._slots) if slot in self._asking]
-            self._step = {row: self._sampled_row(row, logits.shape[-1]) for row in asking}
-            if not asking:
+            self._step = {}
+            with self._or_no_records():
+                self._slots = slots_np.tolist()
+                asking = [row for row, slot in enumerate(self._slots) if slot in self._asking]
+                self._step = {row: self._sampled_row(row, logits.shape[-1]) for row in asking}
+            if not self._step:
                 return sample(logits, rows, slots, slots_np, *args, **kwargs)
             self.record_stage(logits)
             with _returning_logits(self._live.sampler):
                 tokens, kept = sample(logits, rows, slots, slots_np, *args, **kwargs)
-            for row, sampled in self._step.items():
-                if sampled.params.temperature >= _GREEDY:
-                    sampled.logits = kept[row].float().clone()
+            with self._or_no_records():
+                for row, sampled in self._step.items():
+                    if sampled.params.temperature >= _GREEDY:
+                        sampled.logits = kept[row].float().clone()
             return tokens, kept
 
         return wrapped

@@ -140,3 +140,10 @@ def test_requests_that_are_refused(values: dict[str, object], field: str) -> Non
     with pytest.raises(InvalidSamplingParams) as raised:
         SamplingParams(return_sampling_mask=True, **values)  # type: ignore[arg-type]
     assert raised.value.field == field
+
+
+def test_token_that_cannot_have_been_sampled() -> None:
+    logits = torch.tensor([0.0, -math.inf, 1.0])
+    assert sampling_masks.packed_mask(logits, 2).logprobs[0] == pytest.approx(1 - math.log(1 + math.e), abs=1e-6)
+    with pytest.raises(ValueError, match="token 1 cannot have been sampled"):
+        sampling_masks.packed_mask(logits, 1)

@@ -232,3 +232,15 @@ def test_edits_stay_beside_their_tokens() -> None:
         hooks.keep_receipts(update, None, meta, None, info, index, None)
         assert meta == ({"receipts": ["x"]} if index else {})
     assert updated == [{name: info[name] for name in ("sampling_edits", "others")}, {"others": info["others"]}]
+
+
+def test_errors_leave_the_scheduler_running() -> None:
+    req = Req(sampling_params=SimpleNamespace())  # without what the recorder reads
+    request = TrackedRequest(ScheduledRequest(weakref.ref(req), records_edits=True), "0", [3])
+    logits = torch.zeros(1, VOCAB)
+    recorder = EditRecorder({0: request}, logits)
+    recorder.record(logits)
+    recorder.record(logits)
+    output = SimpleNamespace(customized_info=None)
+    recorder.add_to(output, 1, "edits", [0])
+    assert "could not record" in output.customized_info["edits"][0]["error"]

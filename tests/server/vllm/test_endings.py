@@ -220,10 +220,12 @@ class SampledToken:
     def record(self, token: int) -> SamplingRecord:
         if token == TOO_LONG:
             raise SamplingEditsTooLongError("Mine", 5000, 4096)
+        if token == IMPOSSIBLE:
+            raise ValueError("token cannot have been sampled")
         return record_of(token)
 
 
-TOO_LONG = 9
+TOO_LONG, IMPOSSIBLE = 9, 10
 
 
 def core_outputs(tokens: list[int], *, is_async: bool) -> list[Any]:
@@ -307,11 +309,15 @@ def test_finished_outputs_have_their_records_offline() -> None:
     assert (record.token_ids.tolist(), record.could_be_sampled().sum()) == ([5, 6], 4)
 
 
-def test_request_whose_edits_are_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [(TOO_LONG, "Mine changed the logits of 5000 tokens"), (IMPOSSIBLE, "could not record a token")],
+)
+def test_request_without_the_record_of_a_token_is_refused(token: int, message: str) -> None:
     collector, parts = Collector(are_deltas=True), RecordParts(are_deltas=True)
-    for output in core_outputs([5, TOO_LONG, 6], is_async=False):
+    for output in core_outputs([5, token, 6], is_async=False):
         process_outputs(Collector.process, collector, [output])
-    with pytest.raises(ValueError, match="Mine changed the logits of 5000 tokens"):
+    with pytest.raises(ValueError, match=message):
         parts.next(collector.take())
 
 

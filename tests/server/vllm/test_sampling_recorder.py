@@ -128,13 +128,13 @@ def test_records_of_the_batch(seed: int) -> None:
         penalize(logits, model.rows)
         return logits
 
-    def forward(logits: torch.Tensor, generators: dict[int, Any], k: Any, p: Any) -> tuple[torch.Tensor, None]:
+    def forward_native(logits: torch.Tensor, generators: dict[int, Any], k: Any, p: Any) -> tuple[torch.Tensor, None]:
         nonlocal sampled_from
         sampled_from = top_k_top_p(logits, k, p)
         return sampled_from.argmax(-1), None
 
     sampler = SimpleNamespace(
-        apply_logits_processors=apply_logits_processors, topk_topp_sampler=SimpleNamespace(forward=forward)
+        apply_logits_processors=apply_logits_processors, topk_topp_sampler=SimpleNamespace(forward=forward_native)
     )
     request = SimpleNamespace(prompt_token_ids=PROMPT, output_token_ids=OUTPUT)
     ids = [f"request {row}" for row in range(5)]
@@ -190,4 +190,49 @@ def test_records_of_slots(seed: int) -> None:
     model.rows.clear()
     assert not any(recorder.add_request(slot, PLAIN) for slot in range(5))
     runner.sampler.sample(model.logits, None, None, slots)
+    assert recorder.take() == {}
+
+
+def batch_recorder(forward: Callable[..., Any], ids: list[str]) -> tuple[Any, BatchRecorder]:
+    """Return a fake sampler of V1 with a recorder, for one request that asks for its record."""
+    sampler = SimpleNamespace(
+        apply_logits_processors=lambda logits, *_: logits,
+        topk_topp_sampler=SimpleNamespace(forward=forward, forward_native=lambda *_: "exact"),
+    )
+    runner = Runner(sampler=sampler, input_batch=SimpleNamespace(req_ids=ids), requests={})
+    recorder = BatchRecorder(runner)
+    params = fake_params(dict(ASKED), temperature=1.0, top_k=2)
+    recorder.update_state(SimpleNamespace(batch_size=1, removed=[], moved=[], added=[(0, params, [], [])]))
+    sampler.runner = runner  # the recorder holds it weakly
+    return sampler, recorder
+
+
+def test_recorded_rows_are_not_sampled_by_a_fused_kernel() -> None:
+    """It may sample a token that is not among those that are recorded."""
+
+    def forward_cuda(*arguments: Any) -> str:
+        return "fused"
+
+    sampler, recorder = batch_recorder(forward_cuda, ["request 0"])
+    logits = torch.randn(1, VOCAB)
+    for is_recorded in (True, False):
+        sampler.apply_logits_processors(logits.clone(), None, False)
+        sampled = sampler.topk_topp_sampler.forward(logits.clone(), {}, torch.tensor([2]), None)
+        assert sampled == ("exact" if is_recorded else "fused")
+        assert list(recorder.take()) == ["request 0"] * is_recorded
+        recorder.update_state(SimpleNamespace(batch_size=0, removed=[0], moved=[], added=[]))
+
+
+def test_errors_leave_the_engine_running() -> None:
+    """The request ends in the front end, because its token has no record."""
+    sampler, recorder = batch_recorder(lambda logits, *_: logits, [])
+    sampler.topk_topp_sampler.forward.__wrapped__.__name__ = "forward_native"
+    logits = torch.randn(1, VOCAB)
+    sampler.apply_logits_processors(logits.clone(), None, False)
+    sampler.topk_topp_sampler.forward(logits.clone(), {}, None, None)  # top_k is expected
+    assert recorder.take() == {}
+    sampler.apply_logits_processors(logits.clone(), None, False)
+    assert recorder.take() == {}  # the row has no request
+    sampler.apply_logits_processors(logits.clone(), None, False)
+    recorder.record_stage(torch.empty(0, VOCAB))
     assert recorder.take() == {}
